@@ -1,0 +1,122 @@
+"""What crosses between the scheduler, the runner and the pod in one engine step. All frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.sequence import FinishReason, SampledToken, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy-on-write: the runner copies block `source` to `target` before it computes the batch."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """A run of one sequence's tokens to compute in this step.
+
+    Tokens start .. start + len(token_ids) - 1 (positions in the sequence) attend to everything before them.
+    `sample` is set when the last of them is the sequence's last token: then the runner draws the next one.
+    """
+
+    sequence_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]  # covers at least start + len(token_ids) tokens
+    sample: bool
+    params: SamplingParams
+    prompt_ids: Seq[int]  # for penalties
+    output_ids: Seq[int]  # likewise; its length is the output position of the token drawn
+
+    @property
+    def end(self) -> int:
+        """Context length after this step."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    sequences: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the engine and the pod must know of the model without holding it."""
+
+    model_id: str
+    weights_revision: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+class Runner(Protocol):
+    """Computes batches. The real one holds a model and torch tensors, the fake one a byte buffer."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    def execute(self, batch: Batch) -> list[SampledToken | None]:
+        """One entry for each scheduled sequence, None where `sample` is not set. KV of all tokens is then written."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One sequence's result of one step. Times are the engine clock's seconds."""
+
+    sequence_id: str
+    token: SampledToken
+    finish_reason: FinishReason | None
+    num_cached: int  # prompt tokens that were found in the prefix cache
+    num_preemptions: int
+    arrived_at: float  # add()/activate() was called
+    first_scheduled_at: float
+    at: float  # this token
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """Blocks of a finished `hold` sequence, in token order, with their generations, until release_held()."""
+
+    sequence_id: str
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks set aside for a sequence whose KV will arrive; the first `num_cached` tokens are here already."""
+
+    sequence_id: str
+    block_ids: tuple[int, ...]
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    num_waiting: int
+    num_running: int
+    num_waiting_tokens: int  # tokens still to prefill, running prefills included
+    num_free_blocks: int  # free or evictable
+    num_blocks: int
+    num_held: int
+    num_reserved: int
+    step_s: float  # moving averages; 0 before the first
+    prefill_tokens_per_s: float
