@@ -19,7 +19,7 @@ the same exception again on the other side. A status without the trailer (a dead
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import grpc
 import grpc.aio
@@ -153,6 +153,6 @@ def from_rpc(error: grpc.aio.AioRpcError, pod_id: str = "") -> PdserveError:
     return cls(f"{error.code().name}: {error.details()}", pod_id=pod_id)
 
 
-async def abort(context: grpc.aio.ServicerContext, error: PdserveError) -> None:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
     """Ends the call with `error`'s code, message and trailer. Raises, as `context.abort` does."""
     await context.abort(error.grpc_code, error.message, ((TRAILER, error.to_info().SerializeToString()),))

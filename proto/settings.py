@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import yaml
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict
 
 
 class ConfigError(Exception):
@@ -54,7 +54,7 @@ class Settings(BaseSettings):
         config.add_argument("--config", type=Path, default=os.environ.get("PDSERVE_CONFIG"))
         known, rest = config.parse_known_args(sys.argv[1:] if argv is None else argv)
         try:
-            return cls(**read_section(known.config, cls.section), _cli_parse_args=rest)
+            return CliApp.run(cls, cli_args=rest, **read_section(known.config, cls.section))
         except ValidationError as error:
             raise ConfigError("; ".join(describe(e) for e in error.errors())) from None
 
