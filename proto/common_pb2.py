@@ -4,44 +4,49 @@
 # source: proto/common.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 7, 35, 1, "", "proto/common.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'proto/common.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x12proto/common.proto\x12\npdserve.v1"\x85\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x05\x12\x17\n\nmax_tokens\x18\x0c \x01(\x05H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\r \x01(\x05H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobs"J\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0b\n\x03raw\x18\x04 \x01(\x0c"\x8a\x01\n\x0bTokenOutput\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12,\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TopLogprob\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0b\n\x03raw\x18\x05 \x01(\x0c\x42\n\n\x08_logprob"\xaf\x01\n\tErrorInfo\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.pdserve.v1.ErrorKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\x12\x35\n\x10transfer_failure\x18\x05 \x01(\x0e\x32\x1b.pdserve.v1.TransferFailure\x12\x0e\n\x06pod_id\x18\x06 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x88\x02\n\tErrorKind\x12\x1a\n\x16\x45RROR_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_KIND_INVALID_REQUEST\x10\x01\x12\x19\n\x15\x45RROR_KIND_OVERLOADED\x10\x02\x12\x1e\n\x1a\x45RROR_KIND_POD_UNAVAILABLE\x10\x03\x12\x1e\n\x1a\x45RROR_KIND_TRANSFER_FAILED\x10\x04\x12\x17\n\x13\x45RROR_KIND_INTERNAL\x10\x05\x12\x18\n\x14\x45RROR_KIND_CANCELLED\x10\x06\x12\x18\n\x14\x45RROR_KIND_NOT_FOUND\x10\x07\x12\x17\n\x13\x45RROR_KIND_DEADLINE\x10\x08*\x9d\x01\n\x0fTransferFailure\x12 \n\x1cTRANSFER_FAILURE_UNSPECIFIED\x10\x00\x12$\n TRANSFER_FAILURE_LAYOUT_MISMATCH\x10\x01\x12"\n\x1eTRANSFER_FAILURE_LEASE_EXPIRED\x10\x02\x12\x1e\n\x1aTRANSFER_FAILURE_PEER_LOST\x10\x03\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12proto/common.proto\x12\npdserve.v1\"\x85\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x05\x12\x17\n\nmax_tokens\x18\x0c \x01(\x05H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\r \x01(\x05H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobs\"J\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0b\n\x03raw\x18\x04 \x01(\x0c\"\x8a\x01\n\x0bTokenOutput\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12,\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.TopLogprob\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0b\n\x03raw\x18\x05 \x01(\x0c\x42\n\n\x08_logprob\"\xaf\x01\n\tErrorInfo\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.pdserve.v1.ErrorKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\x12\x35\n\x10transfer_failure\x18\x05 \x01(\x0e\x32\x1b.pdserve.v1.TransferFailure\x12\x0e\n\x06pod_id\x18\x06 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x88\x02\n\tErrorKind\x12\x1a\n\x16\x45RROR_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_KIND_INVALID_REQUEST\x10\x01\x12\x19\n\x15\x45RROR_KIND_OVERLOADED\x10\x02\x12\x1e\n\x1a\x45RROR_KIND_POD_UNAVAILABLE\x10\x03\x12\x1e\n\x1a\x45RROR_KIND_TRANSFER_FAILED\x10\x04\x12\x17\n\x13\x45RROR_KIND_INTERNAL\x10\x05\x12\x18\n\x14\x45RROR_KIND_CANCELLED\x10\x06\x12\x18\n\x14\x45RROR_KIND_NOT_FOUND\x10\x07\x12\x17\n\x13\x45RROR_KIND_DEADLINE\x10\x08*\x9d\x01\n\x0fTransferFailure\x12 \n\x1cTRANSFER_FAILURE_UNSPECIFIED\x10\x00\x12$\n TRANSFER_FAILURE_LAYOUT_MISMATCH\x10\x01\x12\"\n\x1eTRANSFER_FAILURE_LEASE_EXPIRED\x10\x02\x12\x1e\n\x1aTRANSFER_FAILURE_PEER_LOST\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "proto.common_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._loaded_options = None
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_options = b"8\001"
-    _globals["_FINISHREASON"]._serialized_start = 1077
-    _globals["_FINISHREASON"]._serialized_end = 1172
-    _globals["_ERRORKIND"]._serialized_start = 1175
-    _globals["_ERRORKIND"]._serialized_end = 1439
-    _globals["_TRANSFERFAILURE"]._serialized_start = 1442
-    _globals["_TRANSFERFAILURE"]._serialized_end = 1599
-    _globals["_SAMPLINGPARAMS"]._serialized_start = 35
-    _globals["_SAMPLINGPARAMS"]._serialized_end = 680
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_start = 453
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_end = 501
-    _globals["_TOPLOGPROB"]._serialized_start = 682
-    _globals["_TOPLOGPROB"]._serialized_end = 756
-    _globals["_TOKENOUTPUT"]._serialized_start = 759
-    _globals["_TOKENOUTPUT"]._serialized_end = 897
-    _globals["_ERRORINFO"]._serialized_start = 900
-    _globals["_ERRORINFO"]._serialized_end = 1075
+  DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=1077
+  _globals['_FINISHREASON']._serialized_end=1172
+  _globals['_ERRORKIND']._serialized_start=1175
+  _globals['_ERRORKIND']._serialized_end=1439
+  _globals['_TRANSFERFAILURE']._serialized_start=1442
+  _globals['_TRANSFERFAILURE']._serialized_end=1599
+  _globals['_SAMPLINGPARAMS']._serialized_start=35
+  _globals['_SAMPLINGPARAMS']._serialized_end=680
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=453
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=501
+  _globals['_TOPLOGPROB']._serialized_start=682
+  _globals['_TOPLOGPROB']._serialized_end=756
+  _globals['_TOKENOUTPUT']._serialized_start=759
+  _globals['_TOKENOUTPUT']._serialized_end=897
+  _globals['_ERRORINFO']._serialized_start=900
+  _globals['_ERRORINFO']._serialized_end=1075
 # @@protoc_insertion_point(module_scope)

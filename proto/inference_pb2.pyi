@@ -120,6 +120,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ECHO_PROMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """free text for the client's own use; the server's id is in the response"""
     model: _builtins.str
@@ -128,6 +129,8 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """smaller is sooner"""
     cache_salt: _builtins.str
+    echo_prompt: _builtins.bool
+    """the first response carries the prompt's text in `prompt_text`"""
     @_builtins.property
     def chat(self) -> Global___ChatPrompt: ...
     @_builtins.property
@@ -148,10 +151,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         slo: Global___SLO | None = ...,
         cache_salt: _builtins.str = ...,
+        echo_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "echo_prompt", b"echo_prompt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -304,6 +308,7 @@ class GenerateResponse(_message.Message):
     STOP_MATCH_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
+    PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """the server's"""
     model: _builtins.str
@@ -311,11 +316,13 @@ class GenerateResponse(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     stop_match: _builtins.str
     """the stop string or token that ended the answer, if one"""
+    prompt_text: _builtins.str
+    """on the first message, with echo_prompt"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenOutput]: ...
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """on the last message"""
+        """the truth on the last message; on the first one what is known by then"""
 
     @_builtins.property
     def ledger(self) -> Global___Ledger:
@@ -332,10 +339,11 @@ class GenerateResponse(_message.Message):
         stop_match: _builtins.str = ...,
         usage: Global___Usage | None = ...,
         ledger: Global___Ledger | None = ...,
+        prompt_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "ledger", b"ledger", "model", b"model", "request_id", b"request_id", "stop_match", b"stop_match", "text", b"text", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "ledger", b"ledger", "model", b"model", "prompt_text", b"prompt_text", "request_id", b"request_id", "stop_match", b"stop_match", "text", b"text", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
