@@ -50,13 +50,19 @@ class Settings(BaseSettings):
     @classmethod
     def load(cls, argv: Sequence[str] | None = None) -> Self:
         """Settings from `argv` (default: the process's own), the environment and the file. Raises ConfigError."""
-        config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        config.add_argument("--config", type=Path, default=os.environ.get("PDSERVE_CONFIG"))
-        known, rest = config.parse_known_args(sys.argv[1:] if argv is None else argv)
+        config, rest = split_config(sys.argv[1:] if argv is None else argv)
         try:
-            return CliApp.run(cls, cli_args=rest, **read_section(known.config, cls.section))
+            return CliApp.run(cls, cli_args=rest, **read_section(config, cls.section))
         except ValidationError as error:
             raise ConfigError("; ".join(describe(e) for e in error.errors())) from None
+
+
+def split_config(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file that `--config` or PDSERVE_CONFIG names, and the arguments without it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, default=os.environ.get("PDSERVE_CONFIG"))
+    known, rest = parser.parse_known_args(argv)
+    return known.config, rest
 
 
 def read_section(file: Path | str | None, section: str) -> dict[str, Any]:
