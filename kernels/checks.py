@@ -1,0 +1,49 @@
+"""Checks that every op makes of its arguments before it computes. They look at shapes, never at values on a device."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+    """Raises ValueError unless `tensor` has `shape`; None matches any size."""
+    if len(tensor.shape) != len(shape) or any(
+        want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)
+    ):
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted})")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises TypeError unless `tensor` has `dtype`."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}, expected {dtype}")
+
+
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless the last dimension is contiguous, which every kernel reads as vectors."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, expected 1")
+
+
+def check_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """q [*, Hq, D] against paged caches [N, Hkv, block_size, D] of the same dtype, Hq a multiple of Hkv."""
+    num_heads, head_dim = q.shape[-2:]
+    check_shape("k_cache", k_cache, (None, None, None, head_dim))
+    check_shape("v_cache", v_cache, tuple(k_cache.shape))
+    if num_heads % k_cache.shape[1]:
+        raise ValueError(f"q has {num_heads} heads, expected a multiple of the cache's {k_cache.shape[1]}")
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_dtype(name, tensor, q.dtype)
+        check_rows(name, tensor)
+    if v_cache.stride() != k_cache.stride():
+        raise ValueError(f"v_cache has strides {v_cache.stride()}, expected k_cache's {k_cache.stride()}")
+
+
+def check_context(block_tables: torch.Tensor, context_lens: torch.Tensor, num_sequences: int) -> None:
+    """block_tables int32 [S, M] and context_lens int32 [S], as both attention ops take them."""
+    check_shape("block_tables", block_tables, (num_sequences, None))
+    check_dtype("block_tables", block_tables, torch.int32)
+    check_rows("block_tables", block_tables)
+    check_shape("context_lens", context_lens, (num_sequences,))
+    check_dtype("context_lens", context_lens, torch.int32)

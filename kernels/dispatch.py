@@ -1,0 +1,54 @@
+"""Chooses who computes an op: the reference, our C++ on CPUs, or Triton on GPUs.
+
+Each implementation is a function `<backend>/<module>.py:<op>` that fills outputs which the public op allocated. Modules
+load on first use, so importing `kernels` on a machine without Triton or a compiler costs and breaks nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+
+Backend = Literal["reference", "cpu", "triton"]
+
+# What the C++ computes; any other dtype on a CPU goes to the reference.
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+
+_log = logging.getLogger(__name__)
+
+
+def implementation(module: str, op: str, tensor: torch.Tensor, backend: Backend | None) -> Callable[..., None]:
+    """The function that computes `op` for `tensor`'s device and dtype; `backend` overrides the choice.
+
+    Raises ValueError for an unknown backend or one that cannot take the tensor, CompilerMissing for an explicit
+    "cpu" that cannot be built.
+    """
+    chosen = _default(tensor.device.type, tensor.dtype) if backend is None else _checked(backend, tensor)
+    return _load(chosen, module, op)
+
+
+def _checked(backend: Backend, tensor: torch.Tensor) -> Backend:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(get_args(Backend))}")
+    if backend == "cpu" and (tensor.device.type != "cpu" or tensor.dtype not in CPU_DTYPES):
+        raise ValueError(
+            f"backend='cpu' takes float32 or bfloat16 on the CPU, got {tensor.dtype} on {tensor.device.type}"
+        )
+    return backend
+
+
+def _default(device: str, dtype: torch.dtype) -> Backend:
+    if device == "cuda":
+        return "triton"
+    return "reference"
+
+
+@functools.cache
+def _load(backend: Backend, module: str, op: str) -> Callable[..., None]:
+    function: Callable[..., None] = getattr(importlib.import_module(f"kernels.{backend}.{module}"), op)
+    return function

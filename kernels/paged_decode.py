@@ -1,0 +1,37 @@
+"""Attention of one new token a sequence over its paged KV cache: the decode step's attention."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.checks import check_cache, check_context, check_rows, check_shape
+from kernels.dispatch import Backend, implementation
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """softmax(scale * q K^T) V for B sequences with one query each.
+
+    q: [B, Hq, D]; query head h reads kv head h // (Hq / Hkv).
+    k_cache, v_cache: [N, Hkv, block_size, D], any strides but the last; the token's own K and V are already written.
+    block_tables: int32 [B, M]; entries past a sequence's context are never read.
+    context_lens: int32 [B], tokens to attend to, the new one included; 0 (a padding row) gives zeros.
+    Returns [B, Hq, D] in q's dtype; sums are float32 (float64 for float64 inputs).
+    Raises ValueError or TypeError for shapes and dtypes, IndexError (CPU only) for a block outside the cache.
+    """
+    check_shape("q", q, (None, None, None))
+    check_rows("q", q)
+    check_cache(q, k_cache, v_cache)
+    check_context(block_tables, context_lens, q.shape[0])
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    run = implementation("paged_decode", "paged_decode", q, backend)
+    run(q, k_cache, v_cache, block_tables, context_lens, scale, out)
+    return out

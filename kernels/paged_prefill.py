@@ -1,0 +1,42 @@
+"""Causal attention of runs of new tokens over paged KV caches: whole prompts, chunks, and single decode tokens alike."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.checks import check_cache, check_context, check_dtype, check_rows, check_shape
+from kernels.dispatch import Backend, implementation
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Causal attention for S sequences whose new tokens lie one after the other in q.
+
+    q: [T, Hq, D]; sequence s owns rows cu_seqlens[s] .. cu_seqlens[s + 1] - 1, the last tokens of its context.
+    k_cache, v_cache: [N, Hkv, block_size, D], any strides but the last; the new tokens' K and V are already written.
+    block_tables: int32 [S, M]; entries past a sequence's context are never read.
+    cu_seqlens: int32 [S + 1], from 0 to T. context_lens: int32 [S], each at least the sequence's new tokens.
+    A token at position p attends to positions 0 .. p.
+    Returns [T, Hq, D] in q's dtype; sums are float32 (float64 for float64 inputs).
+    Raises ValueError or TypeError for shapes and dtypes, IndexError (CPU only) for a block outside the cache.
+    """
+    check_shape("q", q, (None, None, None))
+    check_rows("q", q)
+    check_cache(q, k_cache, v_cache)
+    num_sequences = context_lens.shape[0]
+    check_context(block_tables, context_lens, num_sequences)
+    check_shape("cu_seqlens", cu_seqlens, (num_sequences + 1,))
+    check_dtype("cu_seqlens", cu_seqlens, torch.int32)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    run = implementation("paged_prefill", "paged_prefill", q, backend)
+    run(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale, out)
+    return out

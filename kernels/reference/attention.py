@@ -1,0 +1,34 @@
+"""What the two attention references share."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.reference.precision import widened
+
+
+def gather_context(cache: torch.Tensor, block_table: torch.Tensor, context_len: int) -> torch.Tensor:
+    """The first `context_len` tokens of a sequence as [Hkv, context_len, D], widened.
+
+    cache: [N, Hkv, block_size, D]; block_table: [M]. Raises IndexError for a block outside the cache.
+    """
+    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
+    used = block_table[: -(-context_len // block_size)].long()
+    if used.numel() * block_size < context_len or bool(((used < 0) | (used >= num_blocks)).any()):
+        raise IndexError(
+            f"block table {used.tolist()} for {context_len} tokens leaves the cache of {num_blocks} blocks"
+        )
+    tokens = cache.index_select(0, used).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+    return widened(tokens[:, :context_len])
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last n tokens of a context. q: [n, Hq, D]; k, v: [Hkv, c, D], c >= n. Returns [n, Hq, D]."""
+    num_new, num_heads, head_dim = q.shape
+    num_kv_heads, context_len, _ = k.shape
+    grouped = widened(q).reshape(num_new, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    scores = grouped @ k.unsqueeze(1).transpose(-1, -2) * scale
+    position = torch.arange(context_len - num_new, context_len, device=q.device)
+    future = torch.arange(context_len, device=q.device)[None, :] > position[:, None]
+    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    return (weights @ v.unsqueeze(1)).permute(2, 0, 1, 3).reshape(num_new, num_heads, head_dim)

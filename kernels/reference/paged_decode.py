@@ -1,0 +1,26 @@
+"""Reference of kernels/paged_decode.py: one sequence after the other, plain softmax."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.reference.attention import attend, gather_context
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Fills out [B, Hq, D]."""
+    for row, context_len in enumerate(context_lens.tolist()):
+        if context_len == 0:
+            out[row].zero_()
+            continue
+        k = gather_context(k_cache, block_tables[row], context_len)
+        v = gather_context(v_cache, block_tables[row], context_len)
+        out[row] = attend(q[row].unsqueeze(0), k, v, scale)[0]

@@ -1,0 +1,28 @@
+"""Reference of kernels/paged_prefill.py: one sequence after the other, plain masked softmax."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from kernels.reference.attention import attend, gather_context
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Fills out [T, Hq, D]."""
+    bounds = itertools.pairwise(cu_seqlens.tolist())
+    for row, ((start, end), context_len) in enumerate(zip(bounds, context_lens.tolist(), strict=True)):
+        if start < end:
+            k = gather_context(k_cache, block_tables[row], context_len)
+            v = gather_context(v_cache, block_tables[row], context_len)
+            out[start:end] = attend(q[start:end], k, v, scale)

@@ -1,0 +1,43 @@
+"""Rotary position embedding (Su et al., 2021) in the rotate-half form that Llama checkpoints use."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.checks import check_dtype, check_rows, check_shape
+from kernels.dispatch import Backend, implementation
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    backend: Backend | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates each pair (i, i + D/2) of q and k by its token's angle, IN PLACE, and returns q and k.
+
+    q: [T, Hq, D]; k: [T, Hkv, D], D even; views of a fused projection are fine. positions: int64 [T].
+    cos, sin: float32 [P, D/2] of position and pair. Products are float32 (float64 for float64 q) and rounded once.
+    Raises ValueError or TypeError for shapes and dtypes, IndexError (CPU only) for a position outside 0 .. P - 1.
+    """
+    check_shape("q", q, (None, None, None))
+    num_tokens, _, head_dim = q.shape
+    if head_dim % 2:
+        raise ValueError(f"q has head dimension {head_dim}, expected an even one")
+    check_shape("k", k, (num_tokens, None, head_dim))
+    check_dtype("k", k, q.dtype)
+    check_shape("positions", positions, (num_tokens,))
+    check_dtype("positions", positions, torch.int64)
+    for name, tensor in (("q", q), ("k", k)):
+        check_rows(name, tensor)
+    check_shape("cos", cos, (None, head_dim // 2))
+    check_shape("sin", sin, tuple(cos.shape))
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        check_dtype(name, tensor, torch.float32)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected contiguous rows")
+    implementation("rope", "rope", q, backend)(q, k, positions, cos, sin)
+    return q, k
