@@ -1,4 +1,4 @@
-"""Causal attention of runs of new tokens over paged KV caches: whole prompts, chunks, and single decode tokens alike."""
+"""Causal attention of runs of new tokens over paged KV caches: whole prompts, chunks and single tokens alike."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def apply_penalties(
 
 
 def add_bias(logits: torch.Tensor, biases: Sequence[Mapping[int, float]]) -> None:
-    """Adds `biases[row][token]` to logits float32 [B, V], in place. Raises ValueError, IndexError like the penalties."""
+    """Adds `biases[row][token]` to logits float32 [B, V], in place. Raises like the penalties."""
     _check_batch(logits, biases)
     for row_logits, bias in zip(logits, biases, strict=True):
         _add(row_logits, bias)

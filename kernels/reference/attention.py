@@ -23,7 +23,7 @@ def gather_context(cache: torch.Tensor, block_table: torch.Tensor, context_len: 
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of the last n tokens of a context. q: [n, Hq, D]; k, v: [Hkv, c, D], c >= n. Returns [n, Hq, D]."""
+    """Causal attention of a context's last n tokens. q: [n, Hq, D]; k, v: [Hkv, c, D], c >= n. Returns [n, Hq, D]."""
     num_new, num_heads, head_dim = q.shape
     num_kv_heads, context_len, _ = k.shape
     grouped = widened(q).reshape(num_new, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
