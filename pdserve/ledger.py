@@ -1,0 +1,95 @@
+"""A request's ledger as a table that adds up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from proto import inference_pb2 as pb
+
+BAR_WIDTH = 30
+
+# What each stage of proto/inference.proto's LedgerEntry is, in words.
+MEANING = {
+    "queue": "waiting at the router",
+    "credit": "decode pod reserves blocks",
+    "prefill_queue": "waiting at the prefill pod",
+    "prefill": "computing the prompt",
+    "transfer": "moving the KV blocks",
+    "decode_queue": "waiting at the decode pod",
+    "first_decode": "first decode step",
+    "decode": "the other decode steps",
+    "other": "between the stages",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    stage: str
+    seconds: float
+    begins_s: float  # the sum of the rows before
+    share: float  # of the wall time
+
+
+def rows(ledger: pb.Ledger) -> list[Row]:
+    result: list[Row] = []
+    begins_s = 0.0
+    for entry in ledger.entries:
+        share = entry.seconds / ledger.wall_s if ledger.wall_s > 0 else 0.0
+        result.append(Row(entry.stage, entry.seconds, begins_s, share))
+        begins_s += entry.seconds
+    return result
+
+
+def difference_s(ledger: pb.Ledger) -> float:
+    """Wall time minus the sum of the stages: under a millisecond, or the ledger is wrong."""
+    return ledger.wall_s - sum(entry.seconds for entry in ledger.entries)
+
+
+def bar(begins: float, share: float, width: int = BAR_WIDTH) -> str:
+    """A Gantt bar: `share` of `width`, beginning at `begins` (both 0..1); whatever took time shows at least a mark."""
+    first = min(round(begins * width), width - 1)
+    length = max(1 if share > 0 else 0, round(share * width))
+    return (" " * first + "█" * min(length, width - first)).ljust(width)
+
+
+def render(ledger: pb.Ledger) -> RenderableType:
+    return Group(_table(ledger), *(Text(line) for line in notes(ledger)))
+
+
+def _table(ledger: pb.Ledger) -> Table:
+    table = Table(title=f"request {ledger.request_id}: {ledger.outcome}", title_justify="left", show_footer=True)
+    total = sum(entry.seconds for entry in ledger.entries)
+    table.add_column("stage", footer="sum")
+    table.add_column("ms", justify="right", footer=f"{total * 1e3:.2f}")
+    table.add_column("share", justify="right", footer=f"wall {ledger.wall_s * 1e3:.2f} ms")
+    table.add_column("when")
+    table.add_column("what")
+    for row in rows(ledger):
+        begins = row.begins_s / ledger.wall_s if ledger.wall_s > 0 else 0.0
+        cells = (f"{row.seconds * 1e3:.2f}", f"{row.share:.1%}", bar(begins, row.share), MEANING.get(row.stage, ""))
+        table.add_row(row.stage, *cells)
+    return table
+
+
+def notes(ledger: pb.Ledger) -> list[str]:
+    """The lines under the table: whether it adds up, first token, transfer, who served it."""
+    lines = [f"sum and wall time differ by {abs(difference_s(ledger)) * 1e3:.3f} ms"]
+    if ledger.ttft_s > 0:
+        lines.append(f"time to first token {ledger.ttft_s * 1e3:.1f} ms from the request's arrival at the router")
+    if ledger.transfer_bytes:
+        lines.append(f"transferred {ledger.transfer_bytes / 1e6:.2f} MB of KV")
+    if ledger.num_preemptions:
+        lines.append(f"preempted {ledger.num_preemptions} times")
+    return lines + [_attempt(i, attempt) for i, attempt in enumerate(ledger.attempts, 1)]
+
+
+def _attempt(number: int, attempt: pb.Attempt) -> str:
+    who = f"prefill on {attempt.prefill_pod}, decode on {attempt.decode_pod}"
+    if not attempt.prefill_pod:
+        who = f"prefill and decode on {attempt.decode_pod}"
+    failure = f"; failed: {attempt.failure}" if attempt.failure else ""
+    return f"attempt {number}: {who} ({attempt.reason}){failure}"

@@ -1,0 +1,112 @@
+"""Settings of the commands. `up` and `demo` share the file section "pdserve"; pods, router and gateway read theirs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ByteSize, Field
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
+
+from proto.settings import Settings
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+ROUTER_PORT = 50051
+HTTP_PORT = 8000
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class StackSettings(Settings):
+    """What to run on this machine. An option left unset is the pod's own default (or its value in --config FILE)."""
+
+    section: ClassVar[str] = "pdserve"
+
+    prefill: int = Field(1, ge=0, le=64, description="number of prefill pods")
+    decode: int = Field(1, ge=1, le=64, description="number of decode pods")
+    colocated: bool = Field(False, description="no prefill pods: decode pods compute their prompts themselves")
+    model: str = Field(DEFAULT_MODEL, description="a known model name, a Hugging Face directory or a GGUF file")
+    served_model_name: str = Field("", description="the model's name in the APIs; empty: its own")
+    engine: Literal["torch", "fake"] = Field(
+        "torch", description="fake needs no model; its answers can be computed by hand"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] | None = Field(None, description="auto: bfloat16 where it is native")
+    kv_memory: ByteSize | None = Field(None, description="KV cache of each pod, such as 512MiB")
+    max_num_seqs: int | None = Field(None, ge=1, description="sequences a pod runs at once")
+    max_batched_tokens: int | None = Field(None, ge=1, description="tokens a pod computes in one step")
+    num_threads: int | None = Field(
+        None, ge=1, description="threads of each pod; unset: the cores divided among the pods"
+    )
+    host: str = Field("127.0.0.1", description="address the router and the gateway listen on")
+    port: Port = Field(HTTP_PORT, description="OpenAI HTTP; 0: a free port")
+    router_port: Port = Field(ROUTER_PORT, description="router gRPC; 0: a free port")
+    registry_url: str = Field("", description="a Redis to use; empty: start one for this stack alone")
+    cluster: str = Field("default", min_length=1, description="separates stacks that share a registry")
+    run_dir: Path | None = Field(None, description="logs and sockets; unset: a new one under the temporary directory")
+    start_timeout_s: float = Field(180.0, gt=0, description="how long each process may take to become ready")
+    drain_timeout_s: int = Field(5, ge=0, description="how long a stopping pod may finish what it has")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of all processes")
+
+    @property
+    def num_prefill(self) -> int:
+        return 0 if self.colocated else self.prefill
+
+
+class UpSettings(StackSettings):
+    """Run registry, router, gateway and pods in the foreground until Ctrl-C."""
+
+    model_config = SettingsConfigDict(cli_prog_name="python -m pdserve up")
+
+
+class DemoSettings(StackSettings):
+    """Stream one answer through a prefill pod, a KV transfer and a decode pod, and show where its time went."""
+
+    model_config = SettingsConfigDict(cli_prog_name="python -m pdserve demo")
+
+    port: Port = Field(0, description="OpenAI HTTP; 0: a free port")
+    router_port: Port = Field(0, description="router gRPC; 0: a free port")
+    prompt: str = Field("Why is the sky blue? Answer in a few sentences.", min_length=1, description="what to ask")
+    max_tokens: int = Field(160, ge=1, description="longest answer")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    started_at: float | None = Field(
+        None, description="Unix time of the command that led here, for its time to first token"
+    )
+
+
+class ExplainSettings(Settings):
+    """Show where a past request spent its time, as the running router recorded it."""
+
+    section: ClassVar[str] = "explain"
+    model_config = SettingsConfigDict(cli_prog_name="python -m pdserve explain")
+
+    request_id: CliPositionalArg[str] = Field("", description="as in the answer's id; empty: the last request")
+    router: str = Field(f"127.0.0.1:{ROUTER_PORT}", description="host:port of the router's gRPC server")
+
+
+class ModelSettings(Settings):
+    """Fetch and convert a model once, and say where it lies."""
+
+    section: ClassVar[str] = "model"
+    model_config = SettingsConfigDict(cli_prog_name="python -m pdserve model")
+
+    model: CliPositionalArg[str] = Field(
+        DEFAULT_MODEL, description="a known name, a Hugging Face directory or a GGUF file"
+    )
+
+
+class DoctorSettings(Settings):
+    """Check that this machine can run a stack."""
+
+    section: ClassVar[str] = "doctor"
+    model_config = SettingsConfigDict(cli_prog_name="python -m pdserve doctor")
+
+    model: str = Field(DEFAULT_MODEL, description="the model that is to run")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Port = Field(HTTP_PORT, description="OpenAI HTTP")
+    router_port: Port = Field(ROUTER_PORT, description="router gRPC")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,150 @@
+"""From settings to the processes of a stack: pure, nothing is started here."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.process import ProcessSpec
+from pdserve.settings import StackSettings
+
+REGISTRY, ROUTER, GATEWAY = "registry", "router", "gateway"
+READY = "READY "
+
+# All but the registry load side by side. The stop follows a request's way, so that nobody loses a peer it still needs.
+REGISTRY_STARTS, REST_STARTS = 0, 1
+GATEWAY_STOPS, ROUTER_STOPS, PODS_STOP, REGISTRY_STOPS = 0, 1, 2, 3
+
+FRONT_GRACE_S = 5.0
+KILL_MARGIN_S = 3.0  # past a pod's own drain timeout
+
+# No process of a stack may reach out to a model hub; the router's tokeniser and torch share cores with the pods.
+BASE_ENV = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What was resolved before anything starts: absolute paths, real ports, divided cores."""
+
+    settings: StackSettings
+    model: str
+    run_dir: Path
+    port: int
+    router_port: int
+    threads_per_pod: int
+    registry_binary: Path | None  # None: settings.registry_url names a running one
+
+    @property
+    def registry_url(self) -> str:
+        return self.settings.registry_url or f"unix://{self.run_dir}/registry.sock"
+
+    @property
+    def http_address(self) -> str:
+        return f"{self.settings.host}:{self.port}"
+
+    @property
+    def router_address(self) -> str:
+        return f"{self.settings.host}:{self.router_port}"
+
+
+def threads_per_pod(num_cores: int, num_pods: int) -> int:
+    """An equal share of the cores, so that pods computing at once do not take turns on one core."""
+    return max(1, num_cores // num_pods)
+
+
+def process_specs(plan: Plan) -> list[ProcessSpec]:
+    """Every process of the stack, in the order in which people want to read of them."""
+    registry = [_registry(plan, plan.registry_binary)] if plan.registry_binary else []
+    prefill = [_pod(plan, "prefill", i) for i in range(plan.settings.num_prefill)]
+    decode = [_pod(plan, "decode", i) for i in range(plan.settings.decode)]
+    return [*registry, *prefill, *decode, _router(plan), _gateway(plan)]
+
+
+def _registry(plan: Plan, binary: Path) -> ProcessSpec:
+    # A UNIX socket: no port to collide on, and nobody else on the machine can write pod records.
+    socket = plan.registry_url.removeprefix("unix://")
+    options = {"port": "0", "unixsocket": socket, "unixsocketperm": "700", "save": "", "appendonly": "no"}
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    return ProcessSpec(
+        name=REGISTRY,
+        command=(str(binary), *flags),
+        start_stage=REGISTRY_STARTS,
+        stop_stage=REGISTRY_STOPS,
+        ready_marker="Ready to accept connections",
+        stop_grace_s=FRONT_GRACE_S,
+    )
+
+
+def _pod(plan: Plan, role: str, index: int) -> ProcessSpec:
+    settings = plan.settings
+    flags = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "cluster": settings.cluster,
+        "registry-url": plan.registry_url,
+        "runtime-dir": plan.run_dir / "kv",
+        "model": plan.model,
+        "engine": settings.engine,
+        "num-threads": plan.threads_per_pod,
+        "drain-timeout-s": settings.drain_timeout_s,
+        "log-level": settings.log_level,
+        # In a shared registry another stack may have a pod of the same number: there pods draw their own names.
+        "pod-id": f"{role}-{index}" if plan.registry_binary else None,
+        "dtype": settings.dtype,
+        "kv-memory-bytes": None if settings.kv_memory is None else int(settings.kv_memory),
+        "max-num-seqs": settings.max_num_seqs,
+        "max-batched-tokens": settings.max_batched_tokens,
+    }
+    return ProcessSpec(
+        name=f"{role}-{index}",
+        command=_python(f"{role}_service", flags),
+        start_stage=REST_STARTS,
+        stop_stage=PODS_STOP,
+        ready_marker=READY,
+        stop_grace_s=settings.drain_timeout_s + KILL_MARGIN_S,
+        env={**BASE_ENV, "OMP_NUM_THREADS": str(plan.threads_per_pod)},
+    )
+
+
+def _router(plan: Plan) -> ProcessSpec:
+    settings = plan.settings
+    flags = {
+        "host": settings.host,
+        "port": plan.router_port,
+        "cluster": settings.cluster,
+        "registry-url": plan.registry_url,
+        "model": "fake" if settings.engine == "fake" else plan.model,
+        "served-model-name": settings.served_model_name or None,
+        "log-level": settings.log_level,
+    }
+    return _front(ROUTER, _python("router", flags), ROUTER_STOPS)
+
+
+def _gateway(plan: Plan) -> ProcessSpec:
+    settings = plan.settings
+    flags = {
+        "host": settings.host,
+        "port": plan.port,
+        "router": plan.router_address,
+        "log-level": settings.log_level,
+    }
+    return _front(GATEWAY, _python("gateway", flags), GATEWAY_STOPS)
+
+
+def _front(name: str, command: tuple[str, ...], stop_stage: int) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
+        command=command,
+        start_stage=REST_STARTS,
+        stop_stage=stop_stage,
+        ready_marker=READY,
+        stop_grace_s=FRONT_GRACE_S,
+        env={**BASE_ENV, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _python(module: str, flags: dict[str, object]) -> tuple[str, ...]:
+    """`python -m MODULE --flag value ...`; a flag that is None is left to the process's own settings."""
+    given = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
+    return (sys.executable, "-m", module, *given)
