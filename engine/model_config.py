@@ -168,7 +168,9 @@ def _check_architecture(values: Mapping[str, Any], source: str) -> None:
     if (act := values.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"{source}: hidden_act = {act!r}: only 'silu' is supported")
     if values.get("sliding_window") is not None:
-        raise CheckpointError(f"{source}: sliding_window = {values['sliding_window']}: only full attention is supported")
+        raise CheckpointError(
+            f"{source}: sliding_window = {values['sliding_window']}: only full attention is supported"
+        )
     if values.get("quantization_config") is not None:
         raise CheckpointError(f"{source}: quantization_config is set: only unquantised weights are supported")
 

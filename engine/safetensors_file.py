@@ -1,4 +1,4 @@
-"""safetensors files without torch: checked headers, a cheap content digest, and a writer that holds one tensor at a time.
+"""safetensors files without torch: checked headers, a cheap digest, and a writer that holds one tensor at a time.
 
 A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
 """

@@ -1,0 +1,80 @@
+"""Tables of rotary angles, with the scaling variants of Llama-family checkpoints.
+
+Everything is float32 and computed with the operations, in the order, of transformers, so that the tables are its own to
+the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from engine.model_config import LlamaConfig, RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """cos, sin: float32 [P, D/2] of position and pair."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def rotary_table(config: LlamaConfig) -> RotaryTable:
+    """The table for every position that a sequence of `config` may have."""
+    positions = torch.arange(config.max_model_len, dtype=torch.float32)
+    angles = positions[:, None] * inverse_frequencies(config.rope, config.head_dim)
+    scale = config.rope.attention_factor
+    return RotaryTable(angles.cos() * scale, angles.sin() * scale)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """float32 [D/2]: radians a position for each pair."""
+    frequencies = 1.0 / _wave_bases(rope, head_dim)
+    match rope.type:
+        case "linear":  # kaiokendev 2023: all positions squeezed
+            return frequencies / rope.factor
+        case "llama3":
+            return _llama3(frequencies, rope)
+        case "yarn":
+            return _yarn(rope, head_dim)
+        case _:  # "default", and "dynamic" up to the trained length (LlamaConfig.max_model_len)
+            return frequencies
+
+
+def _wave_bases(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return torch.pow(rope.theta, exponents)
+
+
+def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    trained = rope.original_max_position_embeddings
+    longest_kept, shortest_stretched = trained / rope.high_freq_factor, trained / rope.low_freq_factor
+    waves = 2 * math.pi / frequencies
+    stretched = torch.where(waves > shortest_stretched, frequencies / rope.factor, frequencies)
+    smooth = (trained / waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - smooth) * stretched / rope.factor + smooth * stretched
+    return torch.where((waves >= longest_kept) & (waves <= shortest_stretched), between, stretched)
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Peng et al. 2023: pairs that turn more than beta_fast times in the trained length are kept, fewer than beta_slow
+    stretched, with a linear ramp between."""
+    bases = _wave_bases(rope, head_dim)
+    kept, stretched = 1.0 / bases, 1.0 / (rope.factor * bases)
+    low, high = _yarn_dimension(rope.beta_fast, rope, head_dim), _yarn_dimension(rope.beta_slow, rope, head_dim)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+    return stretched * (1 - keep) + kept * keep
+
+
+def _yarn_dimension(turns: float, rope: RopeConfig, head_dim: int) -> float:
+    """The (fractional) pair that turns `turns` times in the trained length."""
+    trained = rope.original_max_position_embeddings
+    return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

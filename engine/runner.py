@@ -1,0 +1,113 @@
+"""Computes the scheduler's batches with torch: flattens them, runs the model over the paged cache, draws tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch import Batch, BlockCopy, ModelInfo, ScheduledSequence
+from engine.checkpoint import model_info
+from engine.llama import FlatBatch, Llama
+from engine.sampler import SampleRow, sample
+from engine.sequence import SampledToken
+from engine.weights import TORCH_DTYPES
+
+
+class TorchRunner:
+    """An `engine.batch.Runner` on the CPU; belongs to the one thread that calls `execute`.
+
+    Borrows `kv_memory`, uint8 [num_bytes], as its KV cache [N, L, 2, Hkv, block_size, D] of `dtype`. Raises
+    CheckpointError for the model, ValueError for a memory that is not a whole number of blocks.
+    """
+
+    def __init__(
+        self, model_dir: Path, *, kv_memory: NDArray[np.uint8], block_size: int, dtype: str, num_threads: int
+    ) -> None:
+        self._model_info = model_info(model_dir, dtype)
+        self._block_size = block_size
+        self._num_threads = num_threads
+        self._kv = kv_view(kv_memory, self._model_info, block_size)
+        torch.set_num_threads(num_threads)
+        self._llama = Llama.load(model_dir, dtype)
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model_info
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> list[SampledToken | None]:
+        torch.set_num_threads(self._num_threads)  # OpenMP's count belongs to the calling thread
+        self._copy_blocks(batch.copies)
+        if not batch.sequences:
+            return []
+        decodes_first = sorted(range(len(batch.sequences)), key=lambda i: len(batch.sequences[i].token_ids) > 1)
+        ordered = [batch.sequences[i] for i in decodes_first]
+        logits = self._llama.forward(flatten(ordered, self._block_size), self._kv)
+        rows = [SampleRow(s.params, s.prompt_ids, s.output_ids) for s in ordered if s.sample]
+        sampled = iter(sample(logits, rows, self._model_info.eos_token_ids))
+        results: list[SampledToken | None] = [None] * len(ordered)
+        for i, sequence in zip(decodes_first, ordered, strict=True):
+            results[i] = next(sampled) if sequence.sample else None
+        return results
+
+    def _copy_blocks(self, copies: Seq[BlockCopy]) -> None:
+        if copies:
+            self._kv[[c.target for c in copies]] = self._kv[[c.source for c in copies]]
+
+
+def kv_view(kv_memory: NDArray[np.uint8], model: ModelInfo, block_size: int) -> torch.Tensor:
+    """[N, L, 2, Hkv, block_size, D] over `kv_memory`. Raises ValueError unless it is a whole number of blocks."""
+    block_shape = (model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
+    dtype = TORCH_DTYPES[model.dtype]
+    block_bytes = int(np.prod(block_shape, dtype=np.int64)) * dtype.itemsize
+    if kv_memory.size == 0 or kv_memory.size % block_bytes:
+        raise ValueError(f"kv_memory has {kv_memory.size} bytes: must be a multiple of a block's {block_bytes}")
+    return torch.from_numpy(kv_memory).view(dtype).view(-1, *block_shape)
+
+
+def flatten(sequences: Seq[ScheduledSequence], block_size: int) -> FlatBatch:
+    """One batch of all tokens. `sequences` has those of one token (decodes) before all others."""
+    decodes = [s for s in sequences if len(s.token_ids) == 1]
+    prefills = [s for s in sequences if len(s.token_ids) > 1]
+    ends = list(accumulate(len(s.token_ids) for s in sequences))
+    positions = np.concatenate([np.arange(s.start, s.end) for s in sequences])
+    slots = np.concatenate([_slots(s, block_size) for s in sequences])
+    return FlatBatch(
+        token_ids=torch.tensor([token for s in sequences for token in s.token_ids]),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(slots),
+        sample_rows=torch.tensor(
+            [end - 1 for s, end in zip(sequences, ends, strict=True) if s.sample], dtype=torch.int64
+        ),
+        decode_block_tables=_block_tables(decodes),
+        decode_context_lens=_context_lens(decodes),
+        prefill_block_tables=_block_tables(prefills),
+        prefill_context_lens=_context_lens(prefills),
+        prefill_cu_seqlens=torch.tensor(
+            list(accumulate((len(s.token_ids) for s in prefills), initial=0)), dtype=torch.int32
+        ),
+    )
+
+
+def _slots(sequence: ScheduledSequence, block_size: int) -> NDArray[np.int64]:
+    positions = np.arange(sequence.start, sequence.end)
+    table = np.asarray(sequence.block_table, dtype=np.int64)
+    return np.asarray(table[positions // block_size] * block_size + positions % block_size)
+
+
+def _block_tables(sequences: Seq[ScheduledSequence]) -> torch.Tensor:
+    """int32 [S, M], padded with block 0, which is never read past a context."""
+    width = max((len(s.block_table) for s in sequences), default=0)
+    tables = np.zeros((len(sequences), width), dtype=np.int32)
+    for row, sequence in zip(tables, sequences, strict=True):
+        row[: len(sequence.block_table)] = sequence.block_table
+    return torch.from_numpy(tables)
+
+
+def _context_lens(sequences: Seq[ScheduledSequence]) -> torch.Tensor:
+    return torch.tensor([s.end for s in sequences], dtype=torch.int32)

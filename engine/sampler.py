@@ -1,0 +1,101 @@
+"""Draws each sequence's next token from its logits, and reports log-probabilities.
+
+Reported log-probabilities are those of the model itself: the log-softmax of its raw logits, before penalties, bias,
+temperature and filters (as vLLM and OpenAI report them). A draw depends on the logits, the seed and the output position
+alone, never on what else is in the batch, so any pod that continues a sequence draws the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from engine.sequence import Logprob, SampledToken, SamplingParams
+from kernels.sampling import add_bias, apply_penalties, ban, draw, filter_logits, greedy
+from kernels.uniform import uniform
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """How to draw one row. The length of `output_ids` is the output position of the token drawn."""
+
+    params: SamplingParams
+    prompt_ids: Seq[int]
+    output_ids: Seq[int]
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether the arg-max of the raw logits may not be the greedy choice."""
+        p = self.params
+        return (
+            p.repetition_penalty != 1.0
+            or p.presence_penalty != 0.0
+            or p.frequency_penalty != 0.0
+            or bool(p.logit_bias)
+            or len(self.output_ids) < p.min_tokens
+        )
+
+
+def sample(logits: torch.Tensor, rows: Seq[SampleRow], eos_token_ids: frozenset[int]) -> list[SampledToken]:
+    """One token a row. logits: float32 [B, V], left as they are. Temperature 0 is greedy.
+
+    Before a row's `min_tokens` neither its stop ids nor `eos_token_ids` can be drawn. Raises IndexError for a logit
+    bias or stop id outside the vocabulary.
+    """
+    shaped = _shaped(logits, rows, eos_token_ids)
+    tokens = greedy(shaped)
+    random = [i for i, row in enumerate(rows) if row.params.temperature > 0.0]
+    if random:
+        tokens[random] = _drawn(shaped[random], [rows[i] for i in random])
+    return _with_logprobs(logits, tokens, rows)
+
+
+def _shaped(logits: torch.Tensor, rows: Seq[SampleRow], eos_token_ids: frozenset[int]) -> torch.Tensor:
+    """`logits` itself when no row changes them, else a copy with penalties, bias and bans applied."""
+    if not any(row.shapes_logits for row in rows):
+        return logits
+    shaped = logits.clone()
+    params = [row.params for row in rows]
+    apply_penalties(
+        shaped,
+        [row.prompt_ids for row in rows],
+        [row.output_ids for row in rows],
+        [p.repetition_penalty for p in params],
+        [p.presence_penalty for p in params],
+        [p.frequency_penalty for p in params],
+    )
+    add_bias(shaped, [p.logit_bias for p in params])
+    ban(shaped, [_banned(row, eos_token_ids) for row in rows])
+    return shaped
+
+
+def _banned(row: SampleRow, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Ids that would end the answer, while it is shorter than `min_tokens`."""
+    too_short = len(row.output_ids) < row.params.min_tokens
+    return row.params.stop_token_ids | eos_token_ids if too_short else frozenset()
+
+
+def _drawn(logits: torch.Tensor, rows: Seq[SampleRow]) -> torch.Tensor:
+    """int64 [B]. logits: a copy of ours, float32 [B, V]; every row's temperature is above 0."""
+    params = [row.params for row in rows]
+    logits /= torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=logits.device)[:, None]
+    filter_logits(logits, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
+    uniforms = [uniform(row.params.seed, len(row.output_ids)) for row in rows]
+    return draw(torch.softmax(logits, dim=-1), uniforms)
+
+
+def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: Seq[SampleRow]) -> list[SampledToken]:
+    sampled = [SampledToken(token) for token in tokens.tolist()]
+    for i, row in enumerate(rows):
+        if (count := row.params.num_logprobs) is not None:
+            sampled[i] = _with_logprob(torch.log_softmax(logits[i], dim=-1), sampled[i].token_id, count)
+    return sampled
+
+
+def _with_logprob(logprobs: torch.Tensor, token: int, count: int) -> SampledToken:
+    """logprobs: [V]; the `count` most likely tokens, the lowest id first among equals at the edge of a tie."""
+    values, ids = logprobs.topk(min(count, logprobs.shape[0]))
+    top = tuple(Logprob(i, value) for i, value in zip(ids.tolist(), values.tolist(), strict=True))
+    return SampledToken(token, float(logprobs[token]), top)
