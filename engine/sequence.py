@@ -24,7 +24,10 @@ class SequenceState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Resolved sampling parameters; ranges as in proto/common.proto. `stop_token_ids` excludes the model's own ids."""
+    """Resolved sampling parameters; ranges as in proto/common.proto.
+
+    `stop_token_ids` already includes the model's end-of-text ids, unless the request ignores them.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -77,6 +80,7 @@ class Sequence:
     arrival: int  # order of arrival at this engine
     state: SequenceState = SequenceState.WAITING
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks; extended when needed
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached: int = 0  # prompt tokens found in the prefix cache when first scheduled
     num_preemptions: int = 0
@@ -101,6 +105,11 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - len(self.spec.prompt_ids)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the newest token lacks KV."""
+        return self.num_computed == len(self.token_ids) - 1
 
     @property
     def sort_key(self) -> tuple[int, int]:
