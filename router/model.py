@@ -1,0 +1,76 @@
+"""What the router must know of the model it serves: its names, sizes and defaults. Reads two small JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FAKE = "fake"
+FAKE_VOCAB_SIZE = 512
+FAKE_EOS = 511
+FAKE_MAX_MODEL_LEN = 4096
+
+_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class ModelError(Exception):
+    """One line that says what is wrong with the model directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """`sampling_defaults` are the checkpoint's own recommendations, for parameters that a request leaves unset."""
+
+    name: str  # what clients ask for
+    vocab_size: int
+    max_model_len: int  # of the model; pods may serve less
+    eos_token_ids: frozenset[int]
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+
+
+def load_model(path: str, served_name: str) -> ServedModel:
+    """`path` is a Hugging Face directory or "fake". Raises ModelError."""
+    if path == FAKE:
+        return ServedModel(
+            name=served_name or FAKE,
+            vocab_size=FAKE_VOCAB_SIZE,
+            max_model_len=FAKE_MAX_MODEL_LEN,
+            eos_token_ids=frozenset({FAKE_EOS}),
+        )
+    directory = Path(path)
+    config = _read_json(directory / "config.json")
+    generation = _read_json(directory / "generation_config.json") if _has_generation_config(directory) else {}
+    try:
+        return ServedModel(
+            name=served_name or directory.resolve().name,
+            vocab_size=int(config["vocab_size"]),
+            max_model_len=int(config["max_position_embeddings"]),
+            eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+            sampling_defaults={k: generation[k] for k in _DEFAULTABLE if generation.get(k) is not None},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"model {directory}: config.json: {error!r}") from None
+
+
+def _has_generation_config(directory: Path) -> bool:
+    return (directory / "generation_config.json").exists()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model: cannot read {file}: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"model: {file} must hold an object")
+    return content
+
+
+def _ids(value: Any) -> frozenset[int]:
+    """Checkpoints name no, one or several end-of-text ids."""
+    if value is None:
+        return frozenset()
+    return frozenset(value) if isinstance(value, list) else frozenset({int(value)})

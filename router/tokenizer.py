@@ -1,0 +1,137 @@
+"""Text to token ids and back: the model's own tokenizer, or the fake model's. Neither imports torch.
+
+`token_bytes` is what makes text exact while it streams: the bytes each token adds, whatever its neighbours are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from proto import inference_pb2
+from proto.errors import InvalidRequest
+from router.model import FAKE, FAKE_EOS, FAKE_VOCAB_SIZE, ModelError
+
+
+class Tokenizer(Protocol):
+    """Thread-safe and stateless."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> list[int]:
+        """With the prompt for the assistant's turn. Raises InvalidRequest when the template refuses the messages."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text; b"" for a special or unknown one."""
+        ...
+
+    def token_label(self, token_id: int) -> bytes:
+        """What to show a person: as `token_bytes`, but a special token's name."""
+        ...
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """`path` is a Hugging Face directory or "fake". Raises ModelError."""
+    return FakeTokenizer() if path == FAKE else HFTokenizer(Path(path))
+
+
+class FakeTokenizer:
+    """Ids 0..255 are bytes, 256..510 read "<256>".., 511 is end of text."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> list[int]:
+        return self.encode("".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant: ")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id < 256:
+            return bytes([token_id])
+        return f"<{token_id}>".encode() if token_id < FAKE_VOCAB_SIZE and token_id != FAKE_EOS else b""
+
+    def token_label(self, token_id: int) -> bytes:
+        return b"<end>" if token_id == FAKE_EOS else self.token_bytes(token_id)
+
+
+class HFTokenizer:
+    """A Hugging Face fast tokenizer with its chat template."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415  # seconds; the fake needs none of it
+
+        try:
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"model: cannot load the tokenizer of {directory}: {error}") from None
+        added = self._tokenizer.added_tokens_decoder
+        self._special: dict[int, bytes] = {i: t.content.encode() for i, t in added.items() if t.special}
+        self._plain_added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items() if not t.special}
+        self._piece_bytes = _piece_decoder(self._tokenizer.backend_tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def encode_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> list[int]:
+        from jinja2 import TemplateError  # noqa: PLC0415  # comes with transformers' chat templates
+
+        if self._tokenizer.chat_template is None:
+            raise InvalidRequest("chat: this model has no chat template, send text or tokens", field="chat")
+        given = [{"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})} for m in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise InvalidRequest(f"chat: the model's template refuses it: {error}", field="chat") from None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._special:
+            return b""
+        if token_id in self._plain_added:
+            return self._plain_added[token_id]
+        piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        return b"" if piece is None else self._piece_bytes(piece)
+
+    def token_label(self, token_id: int) -> bytes:
+        return self._special.get(token_id) or self.token_bytes(token_id)
+
+
+# --- Pieces to bytes ------------------------------------------------------------------------------------------------
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _piece_decoder(backend: Any) -> Callable[[str], bytes]:
+    """How this tokenizer's pieces stand for bytes. Raises ModelError for a kind that we cannot stream exactly."""
+    decoder = json.loads(backend.to_str())["decoder"] or {}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
+    if "ByteLevel" in kinds:
+        return _byte_level
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return _sentencepiece
+    raise ModelError(f"model: tokenizer decoder {sorted(kinds)}: must be ByteLevel, ByteFallback or Metaspace")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte: itself where it is printable, else the next one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + number): b for number, b in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(piece: str) -> bytes:
+    return bytes(_ALPHABET[character] for character in piece)
+
+
+def _sentencepiece(piece: str) -> bytes:
+    """A byte-fallback token is its byte; in any other piece U+2581 is a space."""
+    fallback = _BYTE_FALLBACK.fullmatch(piece)
+    return bytes([int(fallback[1], 16)]) if fallback else piece.replace("\u2581", " ").encode()
