@@ -7,7 +7,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python,$(if $(shell $(name) -c 'import sys; print(sys.version_info[:2] == (3, 11) or "")' 2>/dev/null | grep True),$(name))))
-PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input --root-user-action=ignore
+# --no-compile: bytecode of what is never imported would take a quarter of the disk space
+PIP := .venv/bin/python -m pip install -qq --no-compile --no-input --root-user-action=ignore
 PY := .venv/bin/python
 TORCH_PIP_ARGS ?=
 ARGS ?=
