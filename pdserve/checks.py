@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from pdserve.paths import foreign_names
 from pdserve.settings import num_cores
 
@@ -142,10 +144,9 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """What may still be allocated: the machine's, or the container's when that is less."""
-    kib = next(line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-    machine = int(kib) * 1024
+    machine = int(psutil.virtual_memory().available)
     try:
         limit, used = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())
     except OSError:

@@ -104,7 +104,8 @@ async def _start_and_serve(stack: Stack, reporter: Reporter, body: Callable[[Sta
 def explain_failure(error: ProcessFailed, log_dir: Path) -> StartFailed:
     """A child that ended with code 2 has said in its last line which setting is wrong; else show the log's end."""
     if error.exit_code == CONFIG_ERROR and error.tail:
-        return StartFailed(f"{error.name}: {error.tail.splitlines()[-1].removeprefix('error: ')}", CONFIG_ERROR)
+        line = error.tail.splitlines()[-1]
+        return StartFailed(f"{error.name}: {line.split(': ', 1)[-1]}", CONFIG_ERROR)
     lines = "\n".join(f"    {line}" for line in error.tail.splitlines())
     return StartFailed(f"{error.name} {error.reason}; its log is {log_dir / error.name}.log and ends with\n{lines}", 1)
 

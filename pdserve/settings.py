@@ -66,6 +66,7 @@ class DemoSettings(StackSettings):
 
     port: Port = Field(0, description="OpenAI HTTP; 0: a free port")
     router_port: Port = Field(0, description="router gRPC; 0: a free port")
+    kv_memory: ByteSize | None = Field(ByteSize(256 << 20), description="KV cache of each pod, such as 512MiB")
     prompt: str = Field("Why is the sky blue? Answer in a few sentences.", min_length=1, description="what to ask")
     max_tokens: int = Field(160, ge=1, description="longest answer")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
