@@ -3,6 +3,8 @@
 Reported log-probabilities are those of the model itself: the log-softmax of its raw logits, before penalties, bias,
 temperature and filters (as vLLM and OpenAI report them). A draw depends on the logits, the seed and the output position
 alone, never on what else is in the batch, so any pod that continues a sequence draws the same.
+
+Every finite parameter gives a token: one extreme request must not fail the step of all others.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from engine.sequence import Logprob, SampledToken, SamplingParams
+from engine.stopping import suppressed_ids
 from kernels.sampling import add_bias, apply_penalties, ban, draw, filter_logits, greedy
 from kernels.uniform import uniform
+
+GREEDY_BELOW = 1e-5  # a temperature at which float32 probabilities are 0 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +44,14 @@ class SampleRow:
 
 
 def sample(logits: torch.Tensor, rows: Seq[SampleRow], eos_token_ids: frozenset[int]) -> list[SampledToken]:
-    """One token a row. logits: float32 [B, V], left as they are. Temperature 0 is greedy.
+    """One token a row. logits: float32 [B, V], left as they are. Temperature 0, or near it, is greedy.
 
     Before a row's `min_tokens` neither its stop ids nor `eos_token_ids` can be drawn. Raises IndexError for a logit
     bias or stop id outside the vocabulary.
     """
     shaped = _shaped(logits, rows, eos_token_ids)
     tokens = greedy(shaped)
-    random = [i for i, row in enumerate(rows) if row.params.temperature > 0.0]
+    random = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     if random:
         tokens[random] = _drawn(shaped[random], [rows[i] for i in random])
     return _with_logprobs(logits, tokens, rows)
@@ -67,20 +72,15 @@ def _shaped(logits: torch.Tensor, rows: Seq[SampleRow], eos_token_ids: frozenset
         [p.frequency_penalty for p in params],
     )
     add_bias(shaped, [p.logit_bias for p in params])
-    ban(shaped, [_banned(row, eos_token_ids) for row in rows])
+    ban(shaped, [suppressed_ids(row.params, len(row.output_ids), eos_token_ids) for row in rows])
     return shaped
 
 
-def _banned(row: SampleRow, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Ids that would end the answer, while it is shorter than `min_tokens`."""
-    too_short = len(row.output_ids) < row.params.min_tokens
-    return row.params.stop_token_ids | eos_token_ids if too_short else frozenset()
-
-
 def _drawn(logits: torch.Tensor, rows: Seq[SampleRow]) -> torch.Tensor:
-    """int64 [B]. logits: a copy of ours, float32 [B, V]; every row's temperature is above 0."""
+    """int64 [B]. logits: a copy of ours, float32 [B, V]; no row's temperature is near 0."""
     params = [row.params for row in rows]
     logits /= torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=logits.device)[:, None]
+    logits.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf)  # extreme parameters
     filter_logits(logits, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
     uniforms = [uniform(row.params.seed, len(row.output_ids)) for row in rows]
     return draw(torch.softmax(logits, dim=-1), uniforms)
@@ -95,7 +95,7 @@ def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: Seq[SampleR
 
 
 def _with_logprob(logprobs: torch.Tensor, token: int, count: int) -> SampledToken:
-    """logprobs: [V]; the `count` most likely tokens, the lowest id first among equals at the edge of a tie."""
+    """logprobs: [V]. `token` with its own logprob, and the `count` most likely tokens, best first."""
     values, ids = logprobs.topk(min(count, logprobs.shape[0]))
     top = tuple(Logprob(i, value) for i, value in zip(ids.tolist(), values.tolist(), strict=True))
     return SampledToken(token, float(logprobs[token]), top)
