@@ -45,7 +45,22 @@ def _checked(backend: Backend, tensor: torch.Tensor) -> Backend:
 def _default(device: str, dtype: torch.dtype) -> Backend:
     if device == "cuda":
         return "triton"
+    if device == "cpu" and dtype in CPU_DTYPES and _cpu_library_loads():
+        return "cpu"
     return "reference"
+
+
+@functools.cache
+def _cpu_library_loads() -> bool:
+    from kernels.cpu.build import CompilerMissing  # noqa: PLC0415  (only machines that compute on CPUs need it)
+    from kernels.cpu.library import library  # noqa: PLC0415
+
+    try:
+        library()
+    except CompilerMissing as error:
+        _log.warning("%s Until then the slow torch reference computes.", error)
+        return False
+    return True
 
 
 @functools.cache

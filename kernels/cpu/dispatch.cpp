@@ -1,0 +1,34 @@
+// Chooses, at run time, the build of the kernels that this processor can run. One binary serves every machine.
+#include <cstring>
+
+#include "ops.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+GompParallel gomp_parallel = nullptr;
+
+extern const Ops ops_baseline;
+#ifdef HAVE_X86_LEVELS
+extern const Ops ops_avx2;
+extern const Ops ops_avx512;
+
+static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+static bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+// The best build that runs here, or the one named `isa`; null when that one is unknown or cannot run here.
+EXPORT const Ops* pdserve_ops(const char* isa) {
+  const auto wanted = [isa](const Ops& ops) { return isa == nullptr || std::strcmp(isa, ops.isa) == 0; };
+#ifdef HAVE_X86_LEVELS
+  if (wanted(ops_avx512) && has_avx512()) return &ops_avx512;
+  if (wanted(ops_avx2) && has_avx2()) return &ops_avx2;
+#endif
+  return wanted(ops_baseline) ? &ops_baseline : nullptr;
+}
+
+// Runs the kernels on the OpenMP thread pool behind `parallel`: torch's own, so that the two never compete for cores.
+EXPORT void pdserve_use_pool(GompParallel parallel) { gomp_parallel = parallel; }

@@ -1,0 +1,137 @@
+"""Loads the compiled CPU kernels through ctypes. Mirrors ops.h, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.cpu.build import build
+
+OK = -1
+MAX_HEAD_DIM = 256
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_INT64, _INT32, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
+
+
+class Cache(ctypes.Structure):
+    """A paged cache's two base pointers, shape and strides."""
+
+    _fields_ = (
+        ("k", _POINTER),
+        ("v", _POINTER),
+        *((name, _INT64) for name in ("num_blocks", "kv_heads", "block_size", "head_dim")),
+        *((name, _INT64) for name in ("block_stride", "head_stride", "slot_stride")),
+    )
+
+
+class Context(ctypes.Structure):
+    """Block tables and context lengths."""
+
+    _fields_ = (
+        ("block_tables", _POINTER),
+        *((name, _INT64) for name in ("table_stride", "max_blocks", "num_sequences")),
+        ("context_lens", _POINTER),
+    )
+
+
+class Heads(ctypes.Structure):
+    """Rows of heads: [tokens, heads, head_dim]."""
+
+    _fields_ = (("data", _POINTER), *((name, _INT64) for name in ("tokens", "heads", "token_stride", "head_stride")))
+
+
+def _op(*arguments: type) -> type:
+    return ctypes.CFUNCTYPE(_INT64, *arguments)
+
+
+_HEADS, _CACHE, _CONTEXT = ctypes.POINTER(Heads), ctypes.POINTER(Cache), ctypes.POINTER(Context)
+
+
+class _Ops(ctypes.Structure):
+    _fields_ = (
+        ("isa", ctypes.c_char_p),
+        ("paged_decode", _op(_INT32, _HEADS, _CACHE, _CONTEXT, _FLOAT, _HEADS, _INT32)),
+        ("paged_prefill", _op(_INT32, _HEADS, _CACHE, _CONTEXT, _POINTER, _FLOAT, _HEADS, _INT32)),
+        ("kv_write", _op(_INT32, _HEADS, _HEADS, _CACHE, _POINTER, _INT32)),
+        (
+            "rms_norm",
+            _op(
+                *(_INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER, _FLOAT),
+                *(_POINTER, _POINTER, _INT64, _INT64, _INT32),
+            ),
+        ),
+        ("rope", _op(_INT32, _HEADS, _HEADS, _INT64, _POINTER, _POINTER, _POINTER, _INT64, _INT32)),
+        ("silu_mul", _op(_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The kernels for one instruction set. Each op returns OK or the index of the row that was refused."""
+
+    isa: str
+    paged_decode: Callable[..., int]
+    paged_prefill: Callable[..., int]
+    kv_write: Callable[..., int]
+    rms_norm: Callable[..., int]
+    rope: Callable[..., int]
+    silu_mul: Callable[..., int]
+
+
+@functools.cache
+def library() -> Library:
+    """The kernels for this processor, built on first use. Raises CompilerMissing or BuildFailed."""
+    return load(None)
+
+
+def load(isa: str | None) -> Library:
+    """The kernels of one instruction set: "baseline", "avx2", "avx512", or None for the best this processor has.
+
+    Raises ValueError for one that cannot run here.
+    """
+    shared = ctypes.CDLL(str(build()))
+    _share_pool(shared)
+    shared.pdserve_ops.restype = ctypes.POINTER(_Ops)
+    pointer = shared.pdserve_ops(None if isa is None else isa.encode())
+    if not pointer:
+        raise ValueError(f"isa={isa!r} is unknown or cannot run on this processor")
+    table = pointer.contents
+    names = [name for name in Library.__dataclass_fields__ if name != "isa"]
+    return Library(isa=table.isa.decode(), **{name: getattr(table, name) for name in names})
+
+
+def _share_pool(shared: ctypes.CDLL) -> None:
+    """Lets the kernels run on torch's own OpenMP threads; a torch without OpenMP leaves them on the calling thread.
+
+    A second thread pool would fight the first, whose idle threads spin for a while after each of torch's operations.
+    """
+    parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    shared.pdserve_use_pool(ctypes.cast(parallel, _POINTER) if parallel else None)
+
+
+def dtype_code(tensor: torch.Tensor) -> int:
+    """The enum value of a tensor's dtype."""
+    return _DTYPES[tensor.dtype]
+
+
+def cache_of(k_cache: torch.Tensor, v_cache: torch.Tensor) -> Cache:
+    """k_cache, v_cache: [N, Hkv, block_size, D] of equal strides."""
+    return Cache(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape, *k_cache.stride()[:3])
+
+
+def context_of(block_tables: torch.Tensor, context_lens: torch.Tensor) -> Context:
+    """block_tables: int32 [S, M]; context_lens: int32 [S], contiguous."""
+    num_sequences, max_blocks = block_tables.shape
+    stride = block_tables.stride(0)
+    return Context(block_tables.data_ptr(), stride, max_blocks, num_sequences, context_lens.data_ptr())
+
+
+def heads_of(tensor: torch.Tensor) -> Heads:
+    """tensor: [tokens, heads, head_dim]."""
+    num_tokens, num_heads, _ = tensor.shape
+    return Heads(tensor.data_ptr(), num_tokens, num_heads, tensor.stride(0), tensor.stride(1))

@@ -1,0 +1,56 @@
+// The C interface of the CPU kernels: plain pointers, no torch, no C++ types. kernels/cpu/library.py mirrors it.
+//
+// A reference is a pointer that is not null. Strides count elements. Every op returns OK, or the index of the sequence or token that leaves its table, having
+// written nothing. `threads` limits how many threads share the work, the caller included.
+#pragma once
+
+#include <cstdint>
+
+enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+
+constexpr int64_t OK = -1;
+
+// Attention heads longer than this go to the torch reference (library.py checks).
+constexpr int MAX_HEAD_DIM = 256;
+
+// A paged cache [num_blocks, kv_heads, block_size, head_dim], the last dimension contiguous; K and V of equal strides.
+struct Cache {
+  void* k;
+  void* v;
+  int64_t num_blocks, kv_heads, block_size, head_dim;
+  int64_t block_stride, head_stride, slot_stride;
+};
+
+// Which blocks hold each sequence's context.
+struct Context {
+  const int32_t* block_tables;  // [num_sequences, max_blocks]
+  int64_t table_stride, max_blocks, num_sequences;
+  const int32_t* context_lens;  // [num_sequences]
+};
+
+// Rows of heads [tokens, heads, head_dim], the last dimension contiguous.
+struct Heads {
+  void* data;
+  int64_t tokens, heads;
+  int64_t token_stride, head_stride;
+};
+
+struct Ops {
+  const char* isa;
+  int64_t (*paged_decode)(DType, const Heads& q, const Cache&, const Context&, float scale, const Heads& out, int threads);
+  int64_t (*paged_prefill)(DType, const Heads& q, const Cache&, const Context&, const int32_t* cu_seqlens, float scale,
+                           const Heads& out, int threads);
+  int64_t (*kv_write)(DType, const Heads& k, const Heads& v, const Cache&, const int64_t* slot_mapping, int threads);
+  // residual and new_residual are null for a plain rms_norm.
+  int64_t (*rms_norm)(DType, const void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
+                      const void* weight, float eps, void* out, void* new_residual, int64_t rows, int64_t columns,
+                      int threads);
+  int64_t (*rope)(DType, const Heads& q, const Heads& k, int64_t head_dim, const int64_t* positions, const float* cos,
+                  const float* sin, int64_t num_positions, int threads);
+  int64_t (*silu_mul)(DType, const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t columns,
+                      int threads);
+};
+
+// GCC's and LLVM's OpenMP runtimes both export GOMP_parallel with this signature.
+using GompParallel = void (*)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
+extern GompParallel gomp_parallel;  // null: everything runs on the calling thread

@@ -1,0 +1,111 @@
+// Decode attention: one query token a sequence. All query heads of a kv head go together, so that each K and V element
+// is loaded and converted once for the whole group.
+#pragma once
+
+#include "paged.h"
+#include "parallel.h"
+#include "softmax.h"
+namespace {
+
+constexpr int DECODE_TILE = 32;  // keys between two softmax steps
+constexpr int MAX_GROUP = 8;     // query heads that fit the registers at once
+
+template <class T, int G>
+struct DecodeGroup {
+  ContextReader<T> context;
+  int64_t head_dim;
+  alignas(64) float q[G][MAX_HEAD_DIM + LANES] = {};  // scaled; zeros past head_dim
+  alignas(64) float acc[G][MAX_HEAD_DIM + LANES] = {};
+  alignas(64) float scores[G][DECODE_TILE];
+  float factors[G];
+  RunningSoftmax softmax[G];
+
+  DecodeGroup(const ContextReader<T>& reader, const Heads& queries, int64_t token, int64_t head, int64_t dim, float scale)
+      : context(reader), head_dim(dim) {
+    for (int g = 0; g < G; g++)
+      for (int64_t d = 0; d < head_dim; d += LANES)
+        store(q[g] + d, load_chunk(row<T>(queries, token, head + g), d) * scale);
+  }
+
+  // Elements d .. d + LANES of a row, zeros past head_dim.
+  Vec load_chunk(const T* p, int64_t d) const {
+    return d + LANES <= head_dim ? load(p + d) : load_first(p + d, head_dim - d);
+  }
+
+  // Scores of KEYS keys at once: enough independent sums to hide the latency of a multiply-add.
+  template <int KEYS>
+  void score_keys(const int64_t* offsets, int64_t i) {
+    Vec dots[KEYS][G] = {};
+    for (int64_t d = 0; d < head_dim; d += LANES)
+      for (int key = 0; key < KEYS; key++) {
+        const Vec k = load_chunk(context.k + offsets[i + key], d);
+        for (int g = 0; g < G; g++) dots[key][g] += load(q[g] + d) * k;
+      }
+    for (int key = 0; key < KEYS; key++)
+      for (int g = 0; g < G; g++) scores[g][i + key] = sum(dots[key][g]);
+  }
+
+  void score(const int64_t* offsets, int64_t count) {
+    constexpr int KEYS = G >= 5 ? 1 : 8 / G;
+    int64_t i = 0;
+    for (; i + KEYS <= count; i += KEYS) score_keys<KEYS>(offsets, i);
+    for (; i < count; i++) score_keys<1>(offsets, i);
+  }
+
+  void accumulate(const int64_t* offsets, int64_t count, int64_t d) {
+    Vec sums[G];
+    for (int g = 0; g < G; g++) sums[g] = load(acc[g] + d) * factors[g];
+    for (int64_t i = 0; i < count; i++) {
+      const Vec v = load_chunk(context.v + offsets[i], d);
+      for (int g = 0; g < G; g++) sums[g] += v * scores[g][i];
+    }
+    for (int g = 0; g < G; g++) store(acc[g] + d, sums[g]);
+  }
+
+  void attend(int64_t context_len) {
+    int64_t offsets[DECODE_TILE];
+    for (int64_t begin = 0; begin < context_len; begin += DECODE_TILE) {
+      const int64_t count = min(DECODE_TILE, context_len - begin);
+      for (int64_t i = 0; i < count; i++) offsets[i] = context.offset(begin + i);
+      score(offsets, count);
+      for (int g = 0; g < G; g++) factors[g] = softmax[g].update(scores[g], count);
+      for (int64_t d = 0; d < head_dim; d += LANES) accumulate(offsets, count, d);
+    }
+  }
+
+  void finish(const Heads& out, int64_t token, int64_t head) const {
+    for (int g = 0; g < G; g++) store_scaled(row<T>(out, token, head + g), acc[g], softmax[g].inverse(), head_dim);
+  }
+};
+
+template <class T, int G>
+void decode_group(const ContextReader<T>& reader, const Heads& q, const Heads& out, int64_t token, int64_t head,
+                  int64_t context_len, int64_t head_dim, float scale) {
+  DecodeGroup<T, G> group(reader, q, token, head, head_dim, scale);
+  group.attend(context_len);
+  group.finish(out, token, head);
+}
+
+template <class T>
+constexpr decltype(&decode_group<T, 1>) DECODE_BY_GROUP[] = {
+    decode_group<T, 1>, decode_group<T, 2>, decode_group<T, 3>, decode_group<T, 4>,
+    decode_group<T, 5>, decode_group<T, 6>, decode_group<T, 7>, decode_group<T, MAX_GROUP>};
+
+template <class T>
+int64_t paged_decode(const Heads& q, const Cache& cache, const Context& context, float scale, const Heads& out,
+                     int threads) {
+  const int64_t bad = first_bad_sequence(cache, context);
+  if (bad != OK) return bad;
+  const int64_t group = q.heads / cache.kv_heads;
+  parallel_for(q.tokens * cache.kv_heads, threads, [&](int64_t item) {
+    const int64_t sequence = item / cache.kv_heads, kv_head = item % cache.kv_heads;
+    const ContextReader<T> reader(cache, context, sequence, kv_head);
+    for (int64_t g = 0; g < group; g += MAX_GROUP) {
+      const auto decode = DECODE_BY_GROUP<T>[min(MAX_GROUP, group - g) - 1];
+      decode(reader, q, out, sequence, kv_head * group + g, context.context_lens[sequence], cache.head_dim, scale);
+    }
+  });
+  return OK;
+}
+
+}  // namespace

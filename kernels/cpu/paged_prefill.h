@@ -1,0 +1,156 @@
+// Prefill attention: a tile of query tokens, with all query heads of one kv head, against tiles of keys. The tiles are
+// widened to float32 once, K transposed, so that both products are small matrix products without horizontal sums.
+#pragma once
+
+#include "matmul.h"
+#include "paged.h"
+#include "parallel.h"
+#include "softmax.h"
+
+namespace {
+
+constexpr int MAX_ROWS = 48;      // query token x query head rows of a tile
+constexpr int PREFILL_TILE = 64;  // keys of a tile
+constexpr int MAX_PADDED_DIM = MAX_HEAD_DIM + MATMUL_COLUMNS;
+static_assert(PREFILL_TILE % MATMUL_COLUMNS == 0, "score tiles have no remainder");
+
+// Query tokens [first, first + count) of one sequence, at positions `position` and after, with `group` heads from `head`.
+struct QueryTile {
+  int64_t first, count, position, head, group;
+
+  int64_t rows() const { return count * group; }
+  int64_t token(int64_t r) const { return first + r / group; }
+  int64_t query_head(int64_t r) const { return head + r % group; }
+  int64_t visible(int64_t r) const { return position + r / group + 1; }  // keys that row r attends to
+};
+
+template <class T>
+struct PrefillTile {
+  ContextReader<T> context;
+  QueryTile tile;
+  int64_t head_dim, padded_dim;
+  RunningSoftmax softmax[MAX_ROWS];
+  alignas(64) float q[MAX_ROWS * MAX_PADDED_DIM];        // [rows, padded_dim], scaled
+  alignas(64) float acc[MAX_ROWS * MAX_PADDED_DIM];      // [rows, padded_dim]
+  alignas(64) float scores[MAX_ROWS * PREFILL_TILE];     // [rows, PREFILL_TILE]
+  alignas(64) float k[MAX_PADDED_DIM * PREFILL_TILE];    // [head_dim, PREFILL_TILE]: transposed
+  alignas(64) float v[PREFILL_TILE * MAX_PADDED_DIM];    // [PREFILL_TILE, padded_dim]
+
+  PrefillTile(const ContextReader<T>& reader, const QueryTile& queries, const Heads& all, int64_t dim, float scale)
+      : context(reader), tile(queries), head_dim(dim), padded_dim(round_up(dim, MATMUL_COLUMNS)) {
+    for (int64_t r = 0; r < tile.rows(); r++) {
+      const T* from = row<T>(all, tile.token(r), tile.query_head(r));
+      widen(q + r * padded_dim, from, scale);
+    }
+    __builtin_memset(acc, 0, tile.rows() * padded_dim * sizeof(float));
+  }
+
+  // to[0 .. padded_dim) = from[0 .. head_dim) * factor, then zeros.
+  void widen(float* to, const T* from, float factor) const {
+    int64_t d = 0;
+    for (; d + LANES <= head_dim; d += LANES) store(to + d, load(from + d) * factor);
+    for (; d < padded_dim; d += LANES) store(to + d, load_first(from + d, max(0, head_dim - d)) * factor);
+  }
+
+  void load_keys(int64_t begin, int64_t count) {
+    alignas(64) float key[MAX_PADDED_DIM];
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t offset = context.offset(begin + i);
+      widen(key, context.k + offset, 1.f);
+      for (int64_t d = 0; d < head_dim; d++) k[d * PREFILL_TILE + i] = key[d];
+      widen(v + i * padded_dim, context.v + offset, 1.f);
+    }
+  }
+
+  // Keys [begin, begin + count). Columns of `scores` past a row's visible keys hold anything until the softmax.
+  void attend_tile(int64_t begin, int64_t count) {
+    load_keys(begin, count);
+    multiply(q, padded_dim, k, PREFILL_TILE, scores, PREFILL_TILE, tile.rows(), PREFILL_TILE, head_dim, false);
+    for (int64_t r = 0; r < tile.rows(); r++) {
+      float* row_scores = scores + r * PREFILL_TILE;
+      const int64_t seen = max(0, min(count, tile.visible(r) - begin));
+      const float factor = softmax[r].update(row_scores, seen);
+      for (int64_t i = round_up(seen, LANES); i < count; i++) row_scores[i] = 0.f;
+      float* row_acc = acc + r * padded_dim;
+      if (factor != 1.f)
+        for (int64_t d = 0; d < padded_dim; d += LANES) store(row_acc + d, load(row_acc + d) * factor);
+    }
+    multiply(scores, PREFILL_TILE, v, padded_dim, acc, padded_dim, tile.rows(), padded_dim, count, true);
+  }
+
+  void attend() {
+    const int64_t last = tile.visible(tile.rows() - 1);
+    for (int64_t begin = 0; begin < last; begin += PREFILL_TILE) attend_tile(begin, min(PREFILL_TILE, last - begin));
+  }
+
+  void finish(const Heads& out) const {
+    for (int64_t r = 0; r < tile.rows(); r++) {
+      T* to = row<T>(out, tile.token(r), tile.query_head(r));
+      store_scaled(to, acc + r * padded_dim, softmax[r].inverse(), head_dim);
+    }
+  }
+};
+
+// How a batch of sequences is cut: tiles of query tokens x kv heads (x groups of at most MAX_ROWS query heads).
+struct PrefillPlan {
+  const Context& context;
+  const int32_t* cu_seqlens;
+  int64_t kv_heads, group;
+  int64_t heads_at_once, passes, tokens_per_tile;
+
+  PrefillPlan(const Context& c, const int32_t* cu, int64_t heads, int64_t num_kv_heads)
+      : context(c), cu_seqlens(cu), kv_heads(num_kv_heads), group(heads / num_kv_heads) {
+    heads_at_once = min(group, MAX_ROWS);
+    passes = ceil_div(group, heads_at_once);
+    tokens_per_tile = MAX_ROWS / heads_at_once;
+  }
+
+  int64_t new_tokens(int64_t s) const { return cu_seqlens[s + 1] - cu_seqlens[s]; }
+  int64_t items(int64_t s) const { return ceil_div(new_tokens(s), tokens_per_tile) * kv_heads * passes; }
+
+  int64_t items() const {
+    int64_t total = 0;
+    for (int64_t s = 0; s < context.num_sequences; s++) total += items(s);
+    return total;
+  }
+
+  // OK, or the first sequence that runs backwards or has more new tokens than context; 0 when all together are not
+  // exactly the given tokens.
+  int64_t first_bad(int64_t num_tokens) const {
+    if (cu_seqlens[0] != 0 || cu_seqlens[context.num_sequences] != num_tokens) return 0;
+    for (int64_t s = 0; s < context.num_sequences; s++)
+      if (new_tokens(s) < 0 || new_tokens(s) > context.context_lens[s]) return s;
+    return OK;
+  }
+
+  // Later tiles see more keys: they come first, so that the threads finish together.
+  QueryTile tile(int64_t s, int64_t item, int64_t* kv_head) const {
+    const int64_t tiles = ceil_div(new_tokens(s), tokens_per_tile);
+    const int64_t start = (tiles - 1 - item / (kv_heads * passes)) * tokens_per_tile;
+    const int64_t pass = item % passes;
+    *kv_head = item / passes % kv_heads;
+    return {cu_seqlens[s] + start, min(tokens_per_tile, new_tokens(s) - start),
+            context.context_lens[s] - new_tokens(s) + start, *kv_head * group + pass * heads_at_once,
+            min(heads_at_once, group - pass * heads_at_once)};
+  }
+};
+
+template <class T>
+int64_t paged_prefill(const Heads& q, const Cache& cache, const Context& context, const int32_t* cu_seqlens, float scale,
+                      const Heads& out, int threads) {
+  const PrefillPlan plan(context, cu_seqlens, q.heads, cache.kv_heads);
+  int64_t bad = first_bad_sequence(cache, context);
+  if (bad == OK) bad = plan.first_bad(q.tokens);
+  if (bad != OK) return bad;
+  parallel_for(plan.items(), threads, [&](int64_t item) {
+    int64_t sequence = 0, kv_head;
+    for (; item >= plan.items(sequence); sequence++) item -= plan.items(sequence);
+    const QueryTile tile = plan.tile(sequence, item, &kv_head);
+    PrefillTile<T> work(ContextReader<T>(cache, context, sequence, kv_head), tile, q, cache.head_dim, scale);
+    work.attend();
+    work.finish(out);
+  });
+  return OK;
+}
+
+}  // namespace

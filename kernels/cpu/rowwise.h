@@ -1,0 +1,126 @@
+// The operations that treat each token alone: KV write, RMSNorm, RoPE, SwiGLU's gate.
+#pragma once
+
+#include "paged.h"
+#include "parallel.h"
+
+namespace {
+
+// body(i, n) for each vector of 0 .. count: n = LANES, but for the last one.
+template <class Body>
+inline void for_vectors(int64_t count, const Body& body) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) body(i, LANES);
+  if (i < count) body(i, count - i);
+}
+
+template <class T>
+inline Vec load_some(const T* p, int64_t n) {
+  return n == LANES ? load(p) : load_first(p, n);
+}
+
+template <class T>
+inline void store_some(T* p, Vec v, int64_t n) {
+  if (n == LANES) return store(p, v);
+  store_first(p, v, n);
+}
+
+template <class T>
+int64_t kv_write(const Heads& k, const Heads& v, const Cache& cache, const int64_t* slots, int threads) {
+  for (int64_t t = 0; t < k.tokens; t++)
+    if (slots[t] >= cache.num_blocks * cache.block_size) return t;
+  const int64_t bytes = cache.head_dim * sizeof(T);
+  parallel_rows(k.tokens, k.heads * cache.head_dim, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      if (slots[t] < 0) continue;
+      const int64_t block = slots[t] / cache.block_size, offset = slots[t] % cache.block_size;
+      const int64_t slot = block * cache.block_stride + offset * cache.slot_stride;
+      for (int64_t h = 0; h < k.heads; h++) {
+        __builtin_memcpy(static_cast<T*>(cache.k) + slot + h * cache.head_stride, row<T>(k, t, h), bytes);
+        __builtin_memcpy(static_cast<T*>(cache.v) + slot + h * cache.head_stride, row<T>(v, t, h), bytes);
+      }
+    }
+  });
+  return OK;
+}
+
+// to = x + residual, rounded to T.
+template <class T>
+inline void add_row(const T* x, const T* residual, T* to, int64_t columns) {
+  for_vectors(columns, [&](int64_t i, int64_t n) {
+    store_some(to + i, load_some(x + i, n) + load_some(residual + i, n), n);
+  });
+}
+
+template <class T>
+inline void normalise_row(const T* x, const T* weight, float eps, T* out, int64_t columns) {
+  Vec squares = {};
+  for_vectors(columns, [&](int64_t i, int64_t n) {
+    const Vec v = load_some(x + i, n);
+    squares += v * v;
+  });
+  const float factor = 1.f / __builtin_sqrtf(sum(squares) / columns + eps);
+  for_vectors(columns, [&](int64_t i, int64_t n) {
+    store_some(out + i, load_some(x + i, n) * factor * load_some(weight + i, n), n);
+  });
+}
+
+template <class T>
+int64_t rms_norm(const void* x, int64_t x_stride, const void* residual, int64_t residual_stride, const void* weight,
+                 float eps, void* out, void* new_residual, int64_t rows, int64_t columns, int threads) {
+  parallel_rows(rows, columns, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+      const T* from = static_cast<const T*>(x) + r * x_stride;
+      if (residual != nullptr) {
+        T* to = static_cast<T*>(new_residual) + r * columns;
+        add_row(from, static_cast<const T*>(residual) + r * residual_stride, to, columns);
+        from = to;
+      }
+      normalise_row(from, static_cast<const T*>(weight), eps, static_cast<T*>(out) + r * columns, columns);
+    }
+  });
+  return OK;
+}
+
+template <class T>
+inline void rotate(T* head, const float* cos, const float* sin, int64_t half) {
+  for_vectors(half, [&](int64_t i, int64_t n) {
+    const Vec first = load_some(head + i, n), second = load_some(head + half + i, n);
+    const Vec c = load_some(cos + i, n), s = load_some(sin + i, n);
+    store_some(head + i, first * c - second * s, n);
+    store_some(head + half + i, second * c + first * s, n);
+  });
+}
+
+template <class T>
+int64_t rope(const Heads& q, const Heads& k, int64_t head_dim, const int64_t* positions, const float* cos,
+             const float* sin, int64_t num_positions, int threads) {
+  for (int64_t t = 0; t < q.tokens; t++)
+    if (positions[t] < 0 || positions[t] >= num_positions) return t;
+  const int64_t half = head_dim / 2;
+  parallel_rows(q.tokens, (q.heads + k.heads) * head_dim, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
+      for (int64_t h = 0; h < q.heads; h++) rotate(row<T>(q, t, h), c, s, half);
+      for (int64_t h = 0; h < k.heads; h++) rotate(row<T>(k, t, h), c, s, half);
+    }
+  });
+  return OK;
+}
+
+template <class T>
+int64_t silu_mul(const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t columns, int threads) {
+  parallel_rows(rows, 2 * columns, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+      const T *gate = static_cast<const T*>(gate_up) + r * row_stride, *up = gate + columns;
+      T* to = static_cast<T*>(out) + r * columns;
+      for_vectors(columns, [&](int64_t i, int64_t n) {
+        const Vec g = load_some(gate + i, n);
+        store_some(to + i, g / (1.f + exp(-g)) * load_some(up + i, n), n);
+      });
+    }
+  });
+  return OK;
+}
+
+}  // namespace

@@ -1,0 +1,115 @@
+// Vectors as wide as the instruction set of this build, over float32 and bfloat16 storage.
+//
+// Everything in these headers lives in an anonymous namespace and uses no templates of the standard library: kernels.cpp
+// is compiled once for each instruction set, and the linker must not merge functions of one build into another.
+#pragma once
+
+#include <cstdint>
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t VecInt __attribute__((vector_size(LANES * 4)));
+typedef uint32_t VecUint __attribute__((vector_size(LANES * 4)));
+typedef uint16_t VecHalf __attribute__((vector_size(LANES * 2)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+inline Vec fill(float x) { return x - Vec{}; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+inline Vec load(const float* p) {
+  Vec v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline Vec load(const bf16* p) {
+  VecHalf half;
+  __builtin_memcpy(&half, p, sizeof half);
+  return (Vec)(__builtin_convertvector(half, VecUint) << 16);
+}
+
+inline void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof v); }
+
+// Rounds to nearest, ties to even; a NaN stays one.
+inline void store(bf16* p, Vec v) {
+  const VecUint bits = (VecUint)v;
+  const VecUint rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const VecUint quiet = (bits >> 16) | 0x40;
+  const VecHalf half = __builtin_convertvector(v == v ? rounded : quiet, VecHalf);
+  __builtin_memcpy(p, &half, sizeof half);
+}
+
+// The first n < LANES elements; the other lanes are 0.
+template <class T>
+inline Vec load_first(const T* p, int64_t n) {
+  T lanes[LANES] = {};
+  __builtin_memcpy(lanes, p, n * sizeof(T));
+  return load(lanes);
+}
+
+template <class T>
+inline void store_first(T* p, Vec v, int64_t n) {
+  T lanes[LANES];
+  store(lanes, v);
+  __builtin_memcpy(p, lanes, n * sizeof(T));
+}
+
+// Writes n floats times `factor`, rounded to T. `from` is readable to the next multiple of LANES.
+template <class T>
+inline void store_scaled(T* to, const float* from, float factor, int64_t n) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) store(to + i, load(from + i) * factor);
+  if (i < n) store_first(to + i, load(from + i) * factor, n - i);
+}
+
+inline float sum(Vec v) {
+  float lanes[LANES];
+  store(lanes, v);
+  for (int width = LANES / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+inline float largest(Vec v) {
+  float lanes[LANES];
+  store(lanes, v);
+  for (int width = LANES / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  return lanes[0];
+}
+
+// e^x to about 2 ulp: x = n ln 2 + r, a polynomial of r (Moshier's Cephes), and 2^n through the exponent bits.
+// 0 below the smallest normal result (so -inf gives exactly 0); saturates above 88.37.
+inline Vec exp(Vec x) {
+  constexpr float SMALLEST = -87.336544f, LARGEST = 88.3762f;
+  const Vec clamped = x > LARGEST ? fill(LARGEST) : x;
+  const Vec shifted = clamped * 1.44269504f + 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
+  const Vec n = shifted - 12582912.f;
+  const Vec r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.f;
+  const VecInt exponent = ((VecInt)shifted - 0x4B400000 + 127) << 23;
+  return x < SMALLEST ? Vec{} : p * (Vec)exponent;
+}
+
+}  // namespace
