@@ -1,0 +1,345 @@
+"""A decode pod's part of a request: promise blocks, fetch the KV into them, continue the sequence, stream its tokens.
+
+Every change to what the pod owes goes through one DecodeTable. Blocks go back to the engine in `_free` alone, and for a
+sequence with a transfer in flight only after that has settled: until then a late byte could land in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc.aio
+
+from decode_service.admission import BlockQueue
+from decode_service.messages import sequence_tokens
+from decode_service.stream import TokenStream
+from decode_service.table import DecodeTable, Entry, State
+from engine.batch import EngineLoad, Reservation, TokenEvent
+from engine.sequence import SequenceSpec
+from kvtransfer.puller import Puller
+from pod.kv_service import fetch_metadata
+from pod.role import Owed, PodContext
+from pod.rpc import Context, rpc
+from pod.spec import check_duration_ms, parse_spec, refusal
+from pod.ticker import Ticker
+from proto import kv_pb2, pods_pb2, pods_pb2_grpc, registry_pb2
+from proto.errors import (
+    Cancelled,
+    InternalError,
+    InvalidRequest,
+    LayoutMismatch,
+    LeaseExpired,
+    Overloaded,
+    PdserveError,
+    PodUnavailable,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_MS = 10 * 60 * 1000
+MAX_CREDIT_MS = 10 * 60 * 1000
+CREDIT_TICK_S = 0.02
+RETRY_AFTER_MS = 200  # and as much again for each caller that waits already
+SERVICE_NAME = pods_pb2.DESCRIPTOR.services_by_name["DecodePod"].full_name
+
+
+class DecodeService(pods_pb2_grpc.DecodePodServicer):
+    role = registry_pb2.ROLE_DECODE
+    service_names = (SERVICE_NAME,)
+
+    def __init__(self, pod: PodContext) -> None:
+        self._pod = pod
+        self._table = DecodeTable()
+        self._queue = BlockQueue(pod.engine)
+        self._streams: dict[str, TokenStream] = {}  # by router id
+        self._puller = Puller(pod.endpoint, fetch_metadata)
+        self._credits = Ticker(self._expire_credits, interval_s=CREDIT_TICK_S)
+        self._draining = False
+        self._closed = False
+        self._step = 0
+
+    # Credits.
+
+    @rpc
+    async def Reserve(self, request: pods_pb2.ReserveRequest, context: Context) -> pods_pb2.Credit:
+        check_duration_ms("wait_ms", request.wait_ms, MAX_WAIT_MS, smallest=0)
+        check_duration_ms("ttl_ms", request.ttl_ms, MAX_CREDIT_MS)
+        spec = parse_spec(request.sequence, self._pod.plan.model)
+        self._check_layout(request.layout_fingerprint)
+        self._check_open()
+        entry = self._table.add(Entry(spec.sequence_id, request.router_id, State.WAITING))
+        try:
+            reservation = await self._wait_for_blocks(entry, spec, request.wait_ms / 1000)
+            self._table.grant(entry, reservation, self._pod.clock(), request.ttl_ms / 1000)
+        finally:
+            if entry.state is State.WAITING and self._table.holds(entry):
+                self._free(entry)
+        self._credits.wake()
+        return pods_pb2.Credit(
+            credit_id=entry.sequence_id,
+            epoch=self._pod.plan.epoch,
+            remaining_ms=request.ttl_ms,
+            num_cached_tokens=reservation.num_cached,
+        )
+
+    @rpc
+    async def ReleaseCredit(
+        self, request: pods_pb2.ReleaseCreditRequest, context: Context
+    ) -> pods_pb2.ReleaseCreditResponse:
+        entry = self._table.get(request.credit_id)
+        if entry is None or entry.state is not State.RESERVED or request.epoch not in {"", self._pod.plan.epoch}:
+            return pods_pb2.ReleaseCreditResponse(released=False)
+        self._free(entry)
+        return pods_pb2.ReleaseCreditResponse(released=True)
+
+    async def _wait_for_blocks(self, entry: Entry, spec: SequenceSpec, wait_s: float) -> Reservation:
+        """In a task of its own, so that an abort can end the wait and leave the call to answer."""
+        entry.task = asyncio.create_task(self._queue.reserve(spec, wait_s), name=f"reserve {spec.sequence_id}")
+        try:
+            reservation: Reservation = await entry.task
+        except asyncio.CancelledError:
+            if self._table.holds(entry):  # nobody aborted it: the call itself was cancelled
+                raise
+        except TimeoutError:
+            raise self._overloaded(wait_s) from None
+        except ValueError as error:
+            raise refusal("sequence", spec.sequence_id, f"what this pod can run: {error}") from None
+        if not self._table.holds(entry):
+            self._check_open()
+            raise Cancelled(f"sequence {spec.sequence_id} was aborted while it waited for blocks")
+        return reservation
+
+    def _overloaded(self, wait_s: float) -> Overloaded:
+        return Overloaded(
+            f"no free KV blocks within wait_ms = {wait_s * 1000:.0f}",
+            retry_after_ms=RETRY_AFTER_MS * (1 + self._queue.num_waiting),
+            pod_id=self._pod.plan.pod_id,
+        )
+
+    def _expire_credits(self) -> bool:
+        for entry in self._table.take_expired(self._pod.clock()):
+            log.warning("credit of %s expired: nobody started it", entry.sequence_id)
+            self._pod.metrics.credits_expired.inc()
+            self._free_blocks(entry)
+        return self._table.num_credits > 0
+
+    # Sequences.
+
+    @rpc
+    async def StartDecode(self, request: pods_pb2.StartDecodeRequest, context: Context) -> pods_pb2.StartDecodeResponse:
+        spec = parse_spec(request.sequence, self._pod.plan.model)
+        stream = self._streams.get(request.router_id)
+        if stream is None or stream.ended:
+            raise PodUnavailable(
+                f"router_id = {request.router_id!r}: has no open token stream, call StreamTokens first",
+                pod_id=self._pod.plan.pod_id,
+            )
+        if request.HasField("handoff"):
+            self._start_transfer(request, spec, stream)
+        else:
+            await self._start_locally(request, spec, stream)
+        return pods_pb2.StartDecodeResponse(epoch=self._pod.plan.epoch)
+
+    @rpc
+    async def AbortSequence(
+        self, request: pods_pb2.AbortSequenceRequest, context: Context
+    ) -> pods_pb2.AbortSequenceResponse:
+        entry = self._table.get(request.sequence_id)
+        if entry is not None:
+            self._abort(entry)
+        return pods_pb2.AbortSequenceResponse(found=entry is not None)
+
+    def _start_transfer(self, request: pods_pb2.StartDecodeRequest, spec: SequenceSpec, stream: TokenStream) -> None:
+        """Turns the credit into a transfer that runs on by itself; its failure is told on the stream."""
+        self._check_handoff(request.handoff, spec)
+        if request.credit_id != spec.sequence_id:
+            raise refusal("credit_id", repr(request.credit_id), f"that of sequence {spec.sequence_id!r}")
+        entry = self._table.claim(request.credit_id)
+        if entry is None:
+            raise LeaseExpired(f"credit_id = {request.credit_id!r}: expired, used, or never given by this pod")
+        entry.stream = stream
+        entry.task = asyncio.create_task(self._transfer(entry, spec, request.handoff), name=f"pull {spec.sequence_id}")
+        entry.task.add_done_callback(lambda task: self._transfer_ended(entry, task))
+
+    async def _transfer(self, entry: Entry, spec: SequenceSpec, handoff: kv_pb2.KVHandoff) -> None:
+        assert entry.reservation is not None, "a claimed credit has blocks"
+        started = self._pod.clock()
+        result = await self._puller.pull(handoff, entry.reservation.block_ids, entry.reservation.num_cached)
+        if entry.state is State.SETTLING:
+            return
+        entry.transfer_s = self._pod.clock() - started
+        entry.transfer_bytes = result.bytes
+        self._pod.metrics.transfer_s.observe(entry.transfer_s)
+        self._pod.metrics.transfer_bytes.inc(result.bytes)
+        entry.advance(State.DECODING)  # before the call: tokens may arrive ahead of its result
+        await self._pod.engine.call(lambda core: core.activate(spec))
+
+    def _transfer_ended(self, entry: Entry, task: asyncio.Task[None]) -> None:
+        """No byte can land any more, however it ended: here quarantined blocks go back."""
+        error = None if task.cancelled() else task.exception()
+        if not self._table.holds(entry):
+            return
+        if entry.state is State.SETTLING or task.cancelled():
+            self._free(entry)
+        elif error is not None:
+            self._fail(entry, _told(error))
+
+    async def _start_locally(
+        self, request: pods_pb2.StartDecodeRequest, spec: SequenceSpec, stream: TokenStream
+    ) -> None:
+        self._check_open()
+        entry = self._table.add(Entry(spec.sequence_id, request.router_id, State.DECODING, stream))
+        added = False
+        try:
+            await self._pod.engine.call(lambda core: core.add(spec))
+            added = True
+        except ValueError as error:
+            raise refusal("sequence", spec.sequence_id, f"what this pod can run: {error}") from None
+        finally:
+            if not added and self._table.holds(entry):
+                self._free(entry)
+
+    def _fail(self, entry: Entry, error: PdserveError) -> None:
+        self._pod.metrics.failed.labels(type(error).__name__).inc()
+        self._tell(entry, error)
+        self._free(entry)
+
+    def _tell(self, entry: Entry, error: PdserveError) -> None:
+        if entry.stream is not None:
+            entry.stream.push(self._step, pods_pb2.SequenceTokens(sequence_id=entry.sequence_id, error=error.to_info()))
+
+    def _abort(self, entry: Entry) -> None:
+        if entry.state is State.SETTLING:
+            return
+        if entry.state is State.TRANSFERRING:
+            entry.advance(State.SETTLING)
+        else:
+            self._free(entry)
+        if entry.task is not None:
+            entry.task.cancel()
+
+    def _free(self, entry: Entry) -> None:
+        self._table.remove(entry)
+        self._free_blocks(entry)
+
+    def _free_blocks(self, entry: Entry) -> None:
+        self._pod.engine.post(lambda core: core.abort(entry.sequence_id))
+        self._queue.notify()
+
+    # Checks.
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise PodUnavailable("this pod is draining", pod_id=self._pod.plan.pod_id)
+
+    def _check_layout(self, fingerprint: str) -> None:
+        layout = self._pod.plan.layout
+        if fingerprint != layout.fingerprint:
+            raise LayoutMismatch(f"layout_fingerprint = {fingerprint!r}: must be {layout.fingerprint!r} of {layout}")
+
+    def _check_handoff(self, handoff: kv_pb2.KVHandoff, spec: SequenceSpec) -> None:
+        self._check_layout(handoff.layout_fingerprint)
+        num_tokens = len(spec.prompt_ids) + len(spec.output_ids) - 1
+        if handoff.num_tokens != num_tokens:
+            raise refusal("handoff.num_tokens", handoff.num_tokens, f"{num_tokens}, all tokens but the first sampled")
+        if not spec.output_ids or spec.output_ids[-1] != handoff.first_token.token_id:
+            raise refusal("sequence.output_token_ids", spec.output_ids[-1:], "ended by handoff.first_token")
+
+    # Streams.
+
+    @rpc
+    async def StreamTokens(  # type: ignore[override]  # the stubs know generators only, grpc.aio takes writers too
+        self, request: pods_pb2.StreamTokensRequest, context: Context
+    ) -> None:
+        """Writes, instead of being a generator, because its end must be acted on at once, not when collected."""
+        if not request.router_id:
+            raise refusal("router_id", "''", "a name that is unique to the router's process")
+        stream = self._open_stream(request.router_id)
+        try:
+            await context.write(pods_pb2.StepTokens(epoch=self._pod.plan.epoch))  # at once: the stream is open
+            while (message := await stream.next()) is not None:
+                await context.write(message)
+        finally:
+            self._close_stream(stream)
+
+    def _open_stream(self, router_id: str) -> TokenStream:
+        if self._closed:
+            raise PodUnavailable("this pod is stopping", pod_id=self._pod.plan.pod_id)
+        if (replaced := self._streams.get(router_id)) is not None:
+            self._end_stream(replaced, PodUnavailable(f"router_id = {router_id!r}: opened a newer stream"))
+        stream = self._streams[router_id] = TokenStream(router_id, self._pod.plan.epoch)
+        return stream
+
+    def _end_stream(self, stream: TokenStream, error: PdserveError) -> None:
+        stream.end(error)
+        for entry in self._table.of_stream(stream):
+            self._abort(entry)
+
+    def _close_stream(self, stream: TokenStream) -> None:
+        """The call has ended: whatever was started for it has nobody to go to, nor have unused credits."""
+        self._end_stream(stream, PodUnavailable("the stream has ended"))
+        if self._streams.get(stream.router_id) is stream:
+            del self._streams[stream.router_id]
+            for entry in self._table.reserved_by(stream.router_id):
+                self._abort(entry)
+
+    # The role's side of the pod.
+
+    def register(self, server: grpc.aio.Server) -> None:
+        pods_pb2_grpc.add_DecodePodServicer_to_server(self, server)
+
+    def start(self) -> None:
+        self._credits.start("credits")
+
+    def on_events(self, events: list[TokenEvent]) -> None:
+        self._step += 1
+        for event in events:
+            entry = self._table.get(event.sequence_id)
+            if entry is not None and entry.state is State.DECODING and entry.stream is not None:
+                self._deliver(entry, entry.stream, event)
+        self._queue.notify()
+
+    def _deliver(self, entry: Entry, stream: TokenStream, event: TokenEvent) -> None:
+        stream.push(self._step, sequence_tokens(entry, event))
+        if event.finish_reason is not None:
+            self._table.remove(entry)
+        if stream.overflown:
+            self._end_stream(stream, Overloaded("the router reads its token stream too slowly"))
+
+    def owed(self) -> Owed:
+        return Owed(num_credits=self._table.num_credits, num_transfers=self._puller.num_transfers)
+
+    def begin_drain(self) -> None:
+        self._draining = True
+        for entry in self._table.entries():
+            if entry.state is State.WAITING:
+                self._abort(entry)
+
+    async def drained(self) -> None:
+        await self._table.idle.wait()
+
+    async def close(self, error: PdserveError) -> None:
+        self._draining = self._closed = True
+        await self._credits.stop()
+        for entry in self._table.entries():
+            self._tell(entry, error)
+            self._abort(entry)
+        await self._puller.close()
+        await self._table.idle.wait()
+        for stream in list(self._streams.values()):
+            stream.end()
+
+    def check_invariants(self, load: EngineLoad) -> None:
+        self._table.check_invariants(load)
+        self._puller.check_invariants()
+
+
+def _told(error: BaseException) -> PdserveError:
+    """What a router hears of a transfer's end. A ValueError is the engine's refusal of what it was given."""
+    if isinstance(error, PdserveError):
+        return error
+    if isinstance(error, ValueError):
+        return InvalidRequest(f"sequence: {error}", field="sequence")
+    log.error("a transfer failed unexpectedly", exc_info=error)
+    return InternalError(f"transfer: {type(error).__name__}: {error}")

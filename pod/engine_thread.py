@@ -1,0 +1,160 @@
+"""The engine's own OS thread, and the two ways across: commands in, events out.
+
+The thread alone touches the EngineCore. Commands run between steps, in the order they were given, and their results
+go to the event loop at once; a step's token events follow in one call. So whoever awaits a command's result has already
+seen every event of the steps before it. Without work the thread sleeps on a condition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from engine.batch import EngineLoad, TokenEvent
+from engine.core import EngineCore
+from proto.errors import InternalError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    run: Callable[[EngineCore], Any]
+    future: asyncio.Future[Any] | None  # None: nobody waits, and a failure is the engine's
+
+
+class EngineThread:
+    """Start on the running loop. `on_events` and `on_crash` are called on the loop, `on_step` on the engine's thread.
+
+    When the engine raises, every pending and later call fails with InternalError and `on_crash` gets the exception.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        on_events: Callable[[list[TokenEvent]], None],
+        *,
+        on_crash: Callable[[BaseException], None],
+        on_step: Callable[[float], None] = lambda step_s: None,
+    ) -> None:
+        self._core = core
+        self._on_events = on_events
+        self._on_crash = on_crash
+        self._on_step = on_step
+        self._wake = threading.Condition()
+        self._commands: deque[_Command] = deque()  # guarded by _wake, as is _stopping
+        self._stopping = False
+        self._pending: set[asyncio.Future[Any]] = set()  # touched on the loop only, as is _crash
+        self._crash: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self.load: EngineLoad = core.load()  # of the last moment between steps; replaced whole by the engine's thread
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends the thread after the step it is in; pending calls fail. The core may be used by the caller then."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+        self._fail_pending("the engine has stopped")
+
+    async def call(self, run: Callable[[EngineCore], T]) -> T:
+        """`run`'s result or exception. Cancelling the caller does not stop `run`: undo it with a later command."""
+        if self._crash or self._stopping:
+            raise InternalError(f"the engine does not run: {self._crash or 'it has stopped'}")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        self._enqueue(_Command(run, future))
+        return await future
+
+    def post(self, run: Callable[[EngineCore], object]) -> None:
+        """Runs `run` after all earlier commands. It must not fail; once the engine has ended it does nothing."""
+        if not self._crash:
+            self._enqueue(_Command(run, None))
+
+    def _enqueue(self, command: _Command) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # On the engine's thread.
+
+    def _main(self) -> None:
+        try:
+            while (commands := self._next_commands()) is not None:
+                self._run(commands)
+                self._step()
+                self.load = self._core.load()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the loop must learn that the engine is gone
+            self._to_loop(self._crashed, error)
+
+    def _next_commands(self) -> list[_Command] | None:
+        """What to run before the next step; waits until there is something to do. None: stop."""
+        with self._wake:
+            while not (self._commands or self._stopping or self._core.has_work):
+                self._wake.wait()
+            commands = list(self._commands)
+            self._commands.clear()
+            return None if self._stopping else commands
+
+    def _run(self, commands: list[_Command]) -> None:
+        results: list[tuple[asyncio.Future[Any], Any, Exception | None]] = []
+        for command in commands:
+            if command.future is None:
+                command.run(self._core)
+                continue
+            try:
+                results.append((command.future, command.run(self._core), None))
+            except Exception as error:  # noqa: BLE001 - handed to the caller
+                results.append((command.future, None, error))
+        if results:
+            self._to_loop(self._settle, results)
+
+    def _step(self) -> None:
+        if not self._core.has_work:
+            return
+        started = time.monotonic()
+        events = self._core.step()
+        self._on_step(time.monotonic() - started)
+        if events:
+            self._to_loop(self._on_events, events)
+
+    def _to_loop(self, call: Callable[..., None], argument: object) -> None:
+        assert self._loop is not None, "started"
+        try:
+            self._loop.call_soon_threadsafe(call, argument)
+        except RuntimeError:  # the loop was closed under us: nobody is left to hear it
+            log.debug("event loop closed before the engine's last message")
+
+    # On the event loop.
+
+    def _settle(self, results: list[tuple[asyncio.Future[Any], Any, Exception | None]]) -> None:
+        for future, value, error in results:
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+    def _crashed(self, error: BaseException) -> None:
+        self._crash = error
+        self._fail_pending(f"the engine crashed: {type(error).__name__}: {error}")
+        self._on_crash(error)
+
+    def _fail_pending(self, message: str) -> None:
+        for future in list(self._pending):
+            if not future.done():
+                future.set_exception(InternalError(message))

@@ -1,0 +1,33 @@
+"""What the engine says, in protobuf."""
+
+from __future__ import annotations
+
+from engine.batch import EngineLoad
+from engine.sequence import FinishReason, SampledToken
+from proto import common_pb2, registry_pb2
+
+FINISH_REASONS: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def token_output(token: SampledToken) -> common_pb2.TokenOutput:
+    top = (common_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob) for t in token.top)
+    return common_pb2.TokenOutput(token_id=token.token_id, logprob=token.logprob, top_logprobs=top)
+
+
+def pod_load(load: EngineLoad, *, num_leases: int, num_credits: int, num_transfers: int) -> registry_pb2.PodLoad:
+    return registry_pb2.PodLoad(
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_waiting_tokens=load.num_waiting_tokens,
+        num_free_blocks=load.num_free_blocks,
+        num_blocks=load.num_blocks,
+        num_leases=num_leases,
+        num_credits=num_credits,
+        num_transfers=num_transfers,
+        step_s=load.step_s,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+    )

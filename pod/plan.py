@@ -1,0 +1,108 @@
+"""A pod's settings with nothing left open: the model found, the dtype chosen, the cache sized, the pod named."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from engine.batch import ModelInfo
+from engine.checkpoint import CheckpointError, estimate_memory_bytes, model_info, resolve_dtype, resolve_model
+from engine.fake import FAKE_MODEL
+from kvtransfer.layout import KVLayout
+from pod.errors import StartupError
+from pod.settings import PodSettings
+
+AUTO_KV_BYTES = 1 << 30  # enough for 46,000 tokens of the default model
+AUTO_KV_SHARE = 0.25  # of the memory that is left beside the model: several pods share a machine
+ANY_HOST = {"0.0.0.0", "::", ""}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodPlan:
+    """`settings` are as given; the other fields are what "auto" and unset ones became."""
+
+    settings: PodSettings
+    pod_id: str
+    epoch: str  # new at every start of the process
+    advertise_host: str
+    engine: str
+    model_dir: Path | None  # None: the fake engine needs none
+    model: ModelInfo
+    layout: KVLayout
+    num_blocks: int
+    num_threads: int
+
+    def describe(self) -> str:
+        kv_mib = self.num_blocks * self.layout.block_bytes / 2**20
+        return (
+            f"pod_id={self.pod_id} epoch={self.epoch} engine={self.engine} model={self.model.model_id} "
+            f"model_dir={self.model_dir} dtype={self.model.dtype} num_threads={self.num_threads} "
+            f"block_size={self.layout.block_size} num_blocks={self.num_blocks} kv_mib={kv_mib:.1f} "
+            f"max_num_seqs={self.settings.max_num_seqs} max_batched_tokens={self.settings.max_batched_tokens} "
+            f"transfer_backend={self.settings.transfer_backend} runtime_dir={self.settings.runtime_dir} "
+            f"layout={self.layout.fingerprint}"
+        )
+
+
+def resolve(settings: PodSettings, role: str) -> PodPlan:
+    """Reads the checkpoint's header, not its weights. Raises StartupError."""
+    engine = settings.engine if settings.engine != "auto" else "fake" if settings.model == "fake" else "torch"
+    model_dir, model = (None, FAKE_MODEL) if engine == "fake" else _checkpoint(settings)
+    layout = _layout(model, settings.block_size)
+    return PodPlan(
+        settings=settings,
+        pod_id=settings.pod_id or f"{role}-{secrets.token_hex(4)}",
+        epoch=secrets.token_hex(8),
+        advertise_host=settings.advertise_host
+        or (socket.gethostname() if settings.host in ANY_HOST else settings.host),
+        engine=engine,
+        model_dir=model_dir,
+        model=model,
+        layout=layout,
+        num_blocks=_num_blocks(settings, model, layout, _memory_beside_model(model_dir, model.dtype)),
+        num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
+    )
+
+
+def _checkpoint(settings: PodSettings) -> tuple[Path, ModelInfo]:
+    try:
+        model_dir = resolve_model(settings.model)
+        return model_dir, model_info(model_dir, resolve_dtype(settings.dtype))
+    except CheckpointError as error:
+        raise StartupError(str(error)) from None
+
+
+def _layout(model: ModelInfo, block_size: int) -> KVLayout:
+    return KVLayout(
+        model_id=model.model_id,
+        weights_revision=model.weights_revision,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=block_size,
+        dtype=model.dtype,
+    )
+
+
+def _memory_beside_model(model_dir: Path | None, dtype: str) -> int:
+    """Bytes; negative when not even the model fits."""
+    needed = estimate_memory_bytes(model_dir, dtype) if model_dir else 0
+    return int(psutil.virtual_memory().available) - needed
+
+
+def _num_blocks(settings: PodSettings, model: ModelInfo, layout: KVLayout, free_bytes: int) -> int:
+    block_bytes = layout.block_bytes
+    enough = settings.max_num_seqs * -(-model.max_model_len // layout.block_size)
+    auto_bytes = min(AUTO_KV_BYTES, int(AUTO_KV_SHARE * max(0, free_bytes)), enough * block_bytes)
+    num_blocks = settings.num_blocks or (settings.kv_memory_bytes or auto_bytes) // block_bytes
+    if num_blocks < 1 or num_blocks * block_bytes > free_bytes:
+        raise StartupError(
+            f"too little memory: {max(1, num_blocks) * block_bytes / 2**20:.0f} MiB of KV blocks do not fit into the "
+            f"{free_bytes / 2**20:.0f} MiB left beside the model; lower --kv-memory-bytes or --num-blocks"
+        )
+    return num_blocks

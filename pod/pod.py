@@ -1,0 +1,230 @@
+"""One pod put together: plan, KV endpoint, engine thread, role, gRPC server, metrics, registration; and taken apart.
+
+    start   resolve, build, listen, publish, SERVING, READY line
+    drain   DRAINING is published and health says NOT_SERVING; nothing new is taken; what runs finishes, leased KV stays
+            until it was pulled or its lease expired; at the latest after the deadline
+    stop    what is left fails with PodUnavailable, the record goes, sockets and threads end
+
+A crash of the engine fails all pending calls and sets `ended`; the process reports it and exits with code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from engine.batch import EngineLoad, Runner, TokenEvent
+from engine.checkpoint import CheckpointError
+from engine.core import EngineConfig, EngineCore
+from engine.fake import FakeRunner
+from kvtransfer.endpoint import KVEndpoint
+from pod.engine_thread import EngineThread
+from pod.errors import StartupError
+from pod.kv_service import SERVICE_NAME as KV_SERVICE_NAME
+from pod.kv_service import KVService
+from pod.messages import pod_load
+from pod.metrics import PodMetrics
+from pod.metrics_server import MetricsServer
+from pod.plan import PodPlan
+from pod.registration import Registration
+from pod.role import PodContext, Role
+from proto import kv_pb2_grpc, registry_pb2
+from proto.errors import PdserveError, PodUnavailable
+from proto.service import Server
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 1.0  # for calls that write their last message
+
+
+class Pod:
+    """Build with `Pod.start`. Everything public is for tests and the process's main."""
+
+    def __init__(
+        self,
+        plan: PodPlan,
+        endpoint: KVEndpoint,
+        core: EngineCore,
+        make_role: Callable[[PodContext], Role],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan = plan
+        self.endpoint = endpoint
+        self.crash: BaseException | None = None
+        self.ended = asyncio.Event()  # set by a crash
+        self.state: registry_pb2.PodState.ValueType = registry_pb2.POD_STATE_READY
+        self.metrics = PodMetrics(self.load)
+        self.engine = EngineThread(core, self._on_events, on_crash=self._on_crash, on_step=self.metrics.step_s.observe)
+        self.role = make_role(
+            PodContext(
+                plan=plan,
+                engine=self.engine,
+                endpoint=endpoint,
+                metrics=self.metrics,
+                clock=clock,
+                address=lambda: self.address,
+            )
+        )
+        self.server = Server((*self.role.service_names, KV_SERVICE_NAME))
+        self.metrics_server = MetricsServer(self.metrics.registry)
+        self.registration = Registration(
+            plan.settings.registry_url, plan.settings.cluster, self.record, plan.settings.heartbeat_interval_s
+        )
+        self._max_model_len = core.max_sequence_tokens
+        self._metrics_port = 0
+
+    @classmethod
+    async def start(cls, plan: PodPlan, make_role: Callable[[PodContext], Role]) -> Pod:
+        """A pod that serves and is registered. Raises StartupError; then nothing is left running."""
+        endpoint = _endpoint(plan)
+        try:
+            core = await asyncio.to_thread(build_engine, plan, endpoint)
+        except BaseException:
+            endpoint.close()
+            raise
+        pod = cls(plan, endpoint, core, make_role)
+        try:
+            await pod._listen()
+        except BaseException:
+            await pod.stop(PodUnavailable("this pod did not start"))
+            raise
+        return pod
+
+    @property
+    def address(self) -> str:
+        return f"{self.plan.advertise_host}:{self.server.port}"
+
+    @property
+    def metrics_address(self) -> str:
+        return f"{self.plan.advertise_host}:{self._metrics_port}"
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new and waits until nothing is owed, but at most `timeout_s`."""
+        self.state = registry_pb2.POD_STATE_DRAINING
+        self.role.begin_drain()
+        await self.server.set_serving(False)
+        await self.registration.publish()
+        try:
+            await asyncio.wait_for(self.role.drained(), timeout_s)
+        except TimeoutError:
+            log.warning("not drained after %.1f s: giving up on %s", timeout_s, self.role.owed())
+
+    async def stop(self, error: PdserveError | None = None) -> None:
+        """Ends everything; what was still owed fails with `error`."""
+        await self.registration.stop()
+        await self.role.close(error or PodUnavailable("this pod has stopped", pod_id=self.plan.pod_id))
+        await self.server.stop(STOP_GRACE_S)
+        await self.metrics_server.stop()
+        await self.engine.stop()
+        self.endpoint.close()
+
+    def load(self) -> registry_pb2.PodLoad:
+        owed = self.role.owed()
+        return pod_load(
+            self.engine.load,
+            num_leases=owed.num_leases,
+            num_credits=owed.num_credits,
+            num_transfers=owed.num_transfers,
+        )
+
+    def record(self) -> registry_pb2.PodRecord:
+        return registry_pb2.PodRecord(
+            pod_id=self.plan.pod_id,
+            epoch=self.plan.epoch,
+            role=self.role.role,
+            state=self.state,
+            address=self.address,
+            metrics_address=self.metrics_address,
+            model_id=self.plan.model.model_id,
+            max_model_len=self._max_model_len,
+            layout=self.plan.layout.to_proto(),
+            max_num_seqs=self.plan.settings.max_num_seqs,
+            load=self.load(),
+        )
+
+    async def check_invariants(self) -> None:
+        """Raises AssertionError naming what leaked. Meaningful when no call is under way."""
+        load = await self.engine.call(_checked_load)
+        self.role.check_invariants(load)
+
+    async def _listen(self) -> None:
+        settings = self.plan.settings
+        self.engine.start()
+        self.role.start()
+        self.role.register(self.server.grpc)
+        kv_pb2_grpc.add_KVTransferServicer_to_server(KVService(self.endpoint), self.server.grpc)
+        try:
+            await self.server.start(settings.host, settings.port)
+            self._metrics_port = await self.metrics_server.start(settings.host, settings.metrics_port)
+        except OSError as error:
+            raise StartupError(f"{error}; choose others with --port and --metrics-port (0: any free port)") from None
+        await self.registration.start()
+        await self.server.set_serving(True)
+
+    def _on_events(self, events: list[TokenEvent]) -> None:
+        self.metrics.on_events(events)
+        self.role.on_events(events)
+
+    def _on_crash(self, error: BaseException) -> None:
+        log.critical("the engine crashed", exc_info=error)
+        self.crash = error
+        self.ended.set()
+
+
+def _checked_load(core: EngineCore) -> EngineLoad:
+    core.check_invariants()
+    return core.load()
+
+
+def _endpoint(plan: PodPlan) -> KVEndpoint:
+    try:
+        return KVEndpoint(
+            plan.layout,
+            plan.num_blocks,
+            backend=plan.settings.transfer_backend,
+            pod_id=plan.pod_id,
+            epoch=plan.epoch,
+            runtime_dir=plan.settings.runtime_dir,
+        )
+    except (OSError, MemoryError) as error:
+        raise StartupError(f"cannot set up {plan.settings.transfer_backend} transfers: {error}") from None
+
+
+def build_engine(plan: PodPlan, endpoint: KVEndpoint) -> EngineCore:
+    """Loads the model; takes seconds. Raises StartupError."""
+    settings = plan.settings
+    try:
+        config = EngineConfig(
+            block_size=settings.block_size,
+            num_blocks=plan.num_blocks,
+            max_num_seqs=settings.max_num_seqs,
+            max_batched_tokens=settings.max_batched_tokens,
+            prefix_cache=settings.prefix_cache,
+        )
+        return EngineCore(_runner(plan, endpoint), config, generations=endpoint.generations)
+    except (CheckpointError, ValueError) as error:
+        raise StartupError(str(error)) from None
+    except MemoryError:
+        raise StartupError("too little memory for the model's weights; free memory or choose a smaller model") from None
+
+
+def _runner(plan: PodPlan, endpoint: KVEndpoint) -> Runner:
+    settings = plan.settings
+    if plan.model_dir is None:
+        return FakeRunner(
+            endpoint.kv_memory,
+            settings.block_size,
+            step_s=settings.fake_step_s,
+            prefill_s_per_token=settings.fake_prefill_s_per_token,
+        )
+    from engine.runner import TorchRunner  # noqa: PLC0415 - a pod with the fake engine never loads torch
+
+    return TorchRunner(
+        plan.model_dir,
+        kv_memory=endpoint.kv_memory,
+        block_size=settings.block_size,
+        dtype=plan.model.dtype,
+        num_threads=plan.num_threads,
+    )

@@ -1,0 +1,98 @@
+"""The pod's record in the registry: written whole by every heartbeat, so an emptied registry heals itself.
+
+A registry that cannot be reached is reported once and tried again at every heartbeat; the pod goes on serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from pod.errors import StartupError
+from proto.registry import pod_key
+from proto.registry_pb2 import PodRecord
+
+log = logging.getLogger(__name__)
+
+EXPIRY_INTERVALS = 3
+CONNECT_S = 2.0
+
+
+class Registration:
+    """`record()` is asked for the current record at each heartbeat; this fills in its count and interval."""
+
+    def __init__(self, url: str, cluster: str, record: Callable[[], PodRecord], interval_s: float) -> None:
+        self._url = url
+        self._cluster = cluster
+        self._record = record
+        self._interval_s = interval_s
+        self._heartbeats = 0
+        self._reachable = True
+        self._task: asyncio.Task[None] | None = None
+        self._client = redis.asyncio.from_url(
+            url, socket_timeout=CONNECT_S, socket_connect_timeout=CONNECT_S, retry=Retry(NoBackoff(), 0)
+        )
+
+    async def start(self) -> None:
+        """Publishes the pod and begins the heartbeat. Raises StartupError when the registry cannot be reached."""
+        try:
+            await self._write()
+        except (redis.RedisError, OSError) as error:
+            raise StartupError(
+                f"cannot reach the registry at {self._url}: {error}; start it or set --registry-url"
+            ) from None
+        self._task = asyncio.create_task(self._beat(), name="heartbeat")
+
+    async def publish(self) -> None:
+        """Writes the record now: a change of state should not wait for the next heartbeat."""
+        try:
+            await self._write()
+        except (redis.RedisError, OSError) as error:
+            self._note(reachable=False, detail=str(error))
+        else:
+            self._note(reachable=True)
+
+    async def stop(self) -> None:
+        """Ends the heartbeat and removes the record, unless a newer incarnation of this pod has written its own."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+            with contextlib.suppress(redis.RedisError, OSError):
+                await self._remove()
+        await self._client.aclose()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.publish()
+
+    async def _write(self) -> None:
+        self._heartbeats += 1
+        record = self._record()
+        record.heartbeat = self._heartbeats
+        record.heartbeat_interval_s = self._interval_s
+        expiry_ms = round(EXPIRY_INTERVALS * self._interval_s * 1000)
+        await self._client.set(self._key(record), record.SerializeToString(), px=expiry_ms)
+
+    async def _remove(self) -> None:
+        ours = self._record()
+        stored = await self._client.get(self._key(ours))
+        if isinstance(stored, bytes) and PodRecord.FromString(stored).epoch == ours.epoch:
+            await self._client.delete(self._key(ours))
+
+    def _key(self, record: PodRecord) -> str:
+        return pod_key(self._cluster, record.pod_id)
+
+    def _note(self, *, reachable: bool, detail: str = "") -> None:
+        if reachable and not self._reachable:
+            log.warning("the registry is reachable again")
+        elif self._reachable and not reachable:
+            log.warning("cannot reach the registry at %s, trying on: %s", self._url, detail)
+        self._reachable = reachable

@@ -1,0 +1,57 @@
+"""The settings of one pod, prefill or decode. `pod/plan.py` resolves what is "auto" or unset here."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from proto.settings import Settings
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+def default_runtime_dir() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "pdserve" if base else Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}"
+
+
+class PodSettings(Settings):
+    section: ClassVar[str] = "pod"
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    advertise_host: str = Field("", description="host that other processes reach this pod at; empty: host")
+    port: Port = Field(0, description="gRPC port; 0 takes a free one")
+    metrics_port: Port = Field(0, description="port of /metrics; 0 takes a free one")
+    cluster: str = Field("default", min_length=1, pattern=r"^[A-Za-z0-9_.-]+$", description="name of the deployment")
+    registry_url: str = Field("redis://127.0.0.1:6379/0", description="URL of the Redis-protocol registry")
+    pod_id: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$", max_length=128, description="empty: generated")
+    heartbeat_interval_s: float = Field(1.0, gt=0, le=60, description="a record expires after three of these")
+    drain_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM lets running work finish")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
+
+    model: str = Field("smollm2-135m-instruct", min_length=1, description="known name, directory, GGUF file or 'fake'")
+    engine: Literal["auto", "torch", "fake"] = Field("auto", description="auto: fake for the model 'fake', else torch")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 where it is native")
+    num_threads: int = Field(0, ge=0, description="compute threads; 0: all cores this process may use")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block")
+    num_blocks: int | None = Field(None, ge=1, description="KV blocks; unset: from kv_memory_bytes")
+    kv_memory_bytes: int | None = Field(None, ge=1, description="KV memory; unset: from the model and free memory")
+    max_num_seqs: int = Field(64, ge=1, description="sequences in one engine step")
+    max_batched_tokens: int = Field(512, ge=1, description="tokens in one engine step")
+    prefix_cache: bool = Field(True, description="reuse the KV of equal prefixes")
+
+    transfer_backend: Literal["shm", "inproc"] = Field("shm", description="how KV blocks move")
+    runtime_dir: Path = Field(default_factory=default_runtime_dir, description="sockets of the transfer layer")
+
+    fake_step_s: float = Field(0.0, ge=0, description="fake engine: seconds an engine step takes")
+    fake_prefill_s_per_token: float = Field(0.0, ge=0, description="fake engine: seconds a prompt token takes")
+
+    @model_validator(mode="after")
+    def _memory_is_given_once(self) -> Self:
+        if self.num_blocks is not None and self.kv_memory_bytes is not None:
+            raise ValueError("num_blocks and kv_memory_bytes both set the cache's size: give one of them")
+        return self
