@@ -1,0 +1,146 @@
+"""From a validated body to a plan: the router calls that answer it, one a choice, and how to present them.
+
+`n` choices of a prompt are n calls. With a `seed`, choice i of each prompt draws with seed + i, so a choice can be
+reproduced alone. A prompt of a list is answered exactly as it would be alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gateway.errors import invalid
+from gateway.requests import MAX_CHOICES, ChatBody, CompletionBody, GenerationBody
+from proto.common_pb2 import SamplingParams
+from proto.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat answer may fill the context
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`calls[i]` produces choice i. `n` consecutive calls share a prompt."""
+
+    calls: tuple[GenerateRequest, ...]
+    n: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    logprobs: bool
+    echo: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)  # the router's field -> the client's, where they differ
+
+    def param(self, router_field: str) -> str | None:
+        """What the client calls `router_field`; None for no field."""
+        name = router_field.removeprefix("sampling.").removeprefix("chat.")
+        return self.names.get(name, name) or None
+
+
+def plan_chat(body: ChatBody, request_id: str) -> Plan:
+    """Raises ApiError."""
+    max_tokens = _chat_max_tokens(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", f"'top_logprobs' = {body.top_logprobs} needs 'logprobs' = true")
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    prompt = GenerateRequest(chat=ChatPrompt(messages=[_message(m.role, m.text(), m.name) for m in body.messages]))
+    names = dict.fromkeys(("chat", "text", "prompt", "tokens"), "messages")
+    names |= {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names |= {"max_tokens": "max_completion_tokens"}
+    return _plan(body, [prompt], request_id, max_tokens, top, names)
+
+
+def plan_completion(body: CompletionBody, request_id: str) -> Plan:
+    """Raises ApiError."""
+    if body.echo and body.logprobs is not None:
+        raise invalid("logprobs", "'logprobs' with 'echo' = true is not supported: prompt tokens get no logprobs")
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts = [_prompt(prompt, echo=body.echo) for prompt in body.prompt]
+    names = dict.fromkeys(("chat", "text", "tokens", "tokens.token_ids"), "prompt")
+    return _plan(body, prompts, request_id, max_tokens, body.logprobs, names, echo=body.echo)
+
+
+def _plan(
+    body: GenerationBody,
+    prompts: Sequence[GenerateRequest],
+    request_id: str,
+    max_tokens: int | None,
+    logprobs: int | None,
+    names: Mapping[str, str],
+    echo: bool = False,
+) -> Plan:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "'stream_options' is only allowed with 'stream' = true")
+    if len(prompts) * body.n > MAX_CHOICES:
+        message = f"{len(prompts)} prompts times 'n' = {body.n} is too many: at most {MAX_CHOICES} choices a request"
+        raise invalid("n" if body.n > 1 else "prompt", message)
+    samplings = [_sampling(body, i, max_tokens, logprobs) for i in range(body.n)]
+    options = body.stream_options
+    include_usage = options is not None and options.include_usage
+    return Plan(
+        calls=tuple(_call(body, prompt, sampling, request_id) for prompt in prompts for sampling in samplings),
+        n=body.n,
+        stream=body.stream,
+        include_usage=include_usage,
+        continuous_usage=include_usage and options is not None and options.continuous_usage_stats,
+        logprobs=logprobs is not None,
+        echo=echo,
+        names=names,
+    )
+
+
+def _call(body: GenerationBody, prompt: GenerateRequest, sampling: SamplingParams, request_id: str) -> GenerateRequest:
+    call = GenerateRequest(
+        request_id=request_id,
+        model=body.model,
+        sampling=sampling,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+    )
+    call.MergeFrom(prompt)
+    return call
+
+
+def _sampling(body: GenerationBody, choice: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """What the client left out stays unset: the router fills in the model's defaults."""
+    sampling = SamplingParams(
+        logit_bias=body.logit_bias, stop=body.stop, stop_token_ids=body.stop_token_ids, max_tokens=max_tokens,
+        logprobs=logprobs, seed=None if body.seed is None else (body.seed + choice) % 2**64,
+    )  # fmt: skip
+    for name in _SAME_NAME:
+        if (value := getattr(body, name)) is not None:
+            setattr(sampling, name, value)
+    return sampling
+
+
+def _chat_max_tokens(body: ChatBody) -> int | None:
+    new, old = body.max_completion_tokens, body.max_tokens
+    if new is not None and old is not None and new != old:
+        raise invalid(
+            "max_tokens", f"'max_tokens' = {old} contradicts 'max_completion_tokens' = {new}: give one of them"
+        )
+    return old if new is None else new
+
+
+def _message(role: str, content: str, name: str) -> ChatMessage:
+    """OpenAI renamed `system` to `developer`; chat templates know the old name."""
+    return ChatMessage(role="system" if role == "developer" else role, content=content, name=name)
+
+
+def _prompt(prompt: str | list[int], *, echo: bool) -> GenerateRequest:
+    """Only the router can turn token ids into the text to echo."""
+    if isinstance(prompt, str):
+        return GenerateRequest(text=prompt)
+    return GenerateRequest(tokens=TokenPrompt(token_ids=prompt), echo_prompt=echo)

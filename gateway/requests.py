@@ -1,0 +1,136 @@
+"""The bodies of `/v1/chat/completions` and `/v1/completions` as typed objects.
+
+Types, and what only HTTP clients can get wrong, are checked here. Ranges of sampling parameters, lengths and the
+vocabulary are checked by the router, which knows the model and serves other clients by the same rules.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, PlainValidator, Tag
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypeAliasType
+
+from gateway.body import Body
+
+MAX_CHOICES = 128  # of one HTTP request: n times its prompts
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = TypeAliasType("TokenIds", Annotated[list[TokenId], FailFast()])  # an alias, since FailFast is unhashable
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _prompts(value: Any) -> Any:
+    """The four forms of `prompt` as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return [value]
+    return value
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """Stops at the first bad entry; pydantic would describe each of a million."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("dict_type", "must be an object of token ids and numbers")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        if not key.isascii() or not key.isdigit() or int(key) >= 2**31:
+            raise PydanticCustomError(
+                "bias_key", 'key {key} must be a token id, such as "50256"', {"key": repr(key[:40])}
+            )
+        if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
+            raise PydanticCustomError("bias_value", "the bias of {key} must be a number in [-100, 100]", {"key": key})
+        bias[int(key)] = float(number)
+    return bias
+
+
+def _form(value: Any) -> str:
+    return "<text>" if isinstance(value, str) else "<list>"
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # OpenAI's padding against traffic analysis; we never pad
+
+
+class GenerationBody(Body):
+    """What both endpoints share."""
+
+    expected: ClassVar[dict[str, str]] = {"stop": "a string or a list of strings"}
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: Int32 | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(default_factory=dict)
+    seed: Seed | None = None
+    stop: Annotated[list[str], FailFast(), BeforeValidator(_listed)] = Field(default_factory=list)
+    # vLLM's extras
+    top_k: Int32 | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: Int32 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds = Field(default_factory=list)
+    priority: Int32 = 0
+    cache_salt: str = ""
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast(), Field(min_length=1)])
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[TextParts, Tag("<list>")],
+        Discriminator(_form),
+    ]
+    name: str = ""
+
+    def text(self) -> str:
+        """The content; parts are joined by line ends, as vLLM does."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    expected: ClassVar[dict[str, str]] = {**GenerationBody.expected, "content": "a string or a list of text parts"}
+
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool = False
+    top_logprobs: Int32 | None = None
+
+
+class CompletionBody(GenerationBody):
+    expected: ClassVar[dict[str, str]] = {
+        **GenerationBody.expected,
+        "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    }
+
+    prompt: Annotated[
+        list[Annotated[Annotated[str, Tag("<text>")] | Annotated[TokenIds, Tag("<list>")], Discriminator(_form)]],
+        FailFast(),
+        Field(min_length=1),
+        BeforeValidator(_prompts),
+    ]
+    echo: bool = False
+    logprobs: Int32 | None = None

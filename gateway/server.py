@@ -1,0 +1,61 @@
+"""The gateway's HTTP server: uvicorn on a socket of ours, stopped by us and not by its signal handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, or their next request meets a closing one
+CANCEL_S = 1.0  # for what a stop cancels to tell its clients
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves `app` from `start` to `stop`."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, drain_timeout_s: int) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=drain_timeout_s,
+        )
+        super().__init__(config)
+        self._listener = listener
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def start(self) -> None:
+        self._serving = asyncio.create_task(self.serve([self._listener]))
+
+    async def stop(self) -> None:
+        """Takes nothing new, lets running answers finish within the drain time, then ends the rest with an error."""
+        assert self._serving is not None
+        self.should_exit = True
+        await self._serving
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=CANCEL_S)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Overrides uvicorn's: the process' signals are handled in `__main__`."""
+        yield

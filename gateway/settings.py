@@ -1,0 +1,20 @@
+"""Settings of the gateway: flags, then PDSERVE_... variables, then the `gateway` section of the file."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from proto.settings import Settings
+
+
+class GatewaySettings(Settings):
+    section: ClassVar[str] = "gateway"
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
+    router: str = Field("127.0.0.1:50051", description="the router's gRPC address, HOST:PORT")
+    max_body_bytes: int = Field(8 * 2**20, gt=0, description="a larger request body is refused with 413")
+    drain_timeout_s: int = Field(30, ge=0, description="how long a stop waits for running answers")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what to log")
