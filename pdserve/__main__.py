@@ -6,7 +6,6 @@ Exit codes: 0 success, 1 failure, 2 a wrong setting or an unfit machine (one lin
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +13,7 @@ from pdserve.checks import LaunchError
 from pdserve.process import CONFIG_ERROR, INTERRUPTED, StartFailed
 from pdserve.settings import DemoSettings, DoctorSettings, ExplainSettings, ModelSettings, UpSettings
 from proto.errors import PdserveError
-from proto.settings import ConfigError, Settings, split_config
+from proto.settings import ConfigError, Settings
 
 # Each is also the name of its module, which has `main(settings) -> int`.
 COMMANDS: dict[str, type[Settings]] = {
@@ -52,8 +51,6 @@ def main(argv: Sequence[str]) -> int:
 def run(command: str, argv: Sequence[str]) -> int:
     if command not in COMMANDS:
         raise ConfigError(f"unknown command {command!r}: must be one of {', '.join(COMMANDS)}")
-    if config := split_config(argv)[0]:
-        os.environ["PDSERVE_CONFIG"] = str(config.resolve())  # the processes of a stack read the same file
     settings = COMMANDS[command].load(argv)
     code: int = importlib.import_module(f"pdserve.{command}").main(settings)
     return code

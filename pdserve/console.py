@@ -33,6 +33,15 @@ class Reporter:
         self.console.print(escape(text), soft_wrap=True)
 
     @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """A spinner beside `what` on a terminal; elsewhere a line when it took a second or more."""
+        began = self._clock()
+        with self.console.status(what) if self.console.is_terminal else contextlib.nullcontext():
+            yield
+        if (took_s := self._clock() - began) >= 1.0:
+            self.say(f"  {what}: {took_s:.0f} s")
+
+    @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """Covers the start of the stack."""
         if not self.console.is_terminal:

@@ -14,8 +14,8 @@ from pdserve import ledger
 from pdserve.client import generate
 from pdserve.console import Reporter
 from pdserve.launcher import Stack, run_directory, run_stack
+from pdserve.prepare import prepare
 from pdserve.settings import DemoSettings
-from pdserve.up import prepare
 from proto import inference_pb2 as pb
 
 

@@ -8,8 +8,8 @@ from rich.markup import escape
 from engine.checkpoint import CheckpointError, estimate_memory_bytes, resolve_dtype, resolve_model
 from pdserve import checks
 from pdserve.checks import Check
+from pdserve.prepare import ASSUMED_KV_BYTES
 from pdserve.settings import DoctorSettings
-from pdserve.up import ASSUMED_KV_BYTES
 
 
 def main(settings: DoctorSettings) -> int:

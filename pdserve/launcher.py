@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,44 +12,13 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve import checks, signals
-from pdserve.checks import LaunchError, require
+from pdserve import signals
 from pdserve.console import Reporter
 from pdserve.process import CONFIG_ERROR, INTERRUPTED, Process, ProcessFailed, StartFailed
-from pdserve.settings import StackSettings, num_cores
-from pdserve.stack import Plan, process_specs, threads_per_pod
+from pdserve.stack import Plan, process_specs
 from pdserve.supervisor import Supervisor
 from proto.errors import PdserveError
 from proto.service import channel
-
-# sockaddr_un holds 107 bytes; the sockets of the transfer layer lie deeper and have longer names than the registry's.
-RUN_DIR_MAX_BYTES = 50
-
-
-def make_plan(settings: StackSettings, model: str, run_dir: Path) -> Plan:
-    """Resolves ports and cores. Raises LaunchError when a port is taken."""
-    require(
-        checks.check_port("port", settings.host, settings.port, "--port"),
-        checks.check_port("router port", settings.host, settings.router_port, "--router-port"),
-    )
-    if len(os.fsencode(run_dir)) > RUN_DIR_MAX_BYTES:
-        raise LaunchError(f"--run-dir {run_dir}: at most {RUN_DIR_MAX_BYTES} bytes fit into the names of UNIX sockets")
-    return Plan(
-        settings=settings,
-        model=model,
-        run_dir=run_dir,
-        port=settings.port or free_port(settings.host),
-        router_port=settings.router_port or free_port(settings.host),
-        threads_per_pod=settings.num_threads or threads_per_pod(num_cores(), settings.num_prefill + settings.decode),
-        registry_binary=None if settings.registry_url else checks.registry_binary(),
-    )
-
-
-def free_port(host: str) -> int:
-    """A port that is free now. It is chosen here, not by the server, so that a restarted server keeps its port."""
-    with checks.bind(host, 0) as bound:
-        port: int = bound.getsockname()[1]
-        return port
 
 
 class Stack:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from proto.settings import Settings
+from proto.settings import Settings, split_config
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ROUTER_PORT = 50051
@@ -23,6 +25,7 @@ class StackSettings(Settings):
 
     section: ClassVar[str] = "pdserve"
 
+    config: Path | None = Field(None, description="YAML file with sections pdserve, pod, router and gateway")
     prefill: int = Field(1, ge=0, le=64, description="number of prefill pods")
     decode: int = Field(1, ge=1, le=64, description="number of decode pods")
     colocated: bool = Field(False, description="no prefill pods: decode pods compute their prompts themselves")
@@ -47,6 +50,12 @@ class StackSettings(Settings):
     start_timeout_s: float = Field(180.0, gt=0, description="how long each process may take to become ready")
     drain_timeout_s: int = Field(5, ge=0, description="how long a stopping pod may finish what it has")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of all processes")
+
+    @classmethod
+    def load(cls, argv: Sequence[str] | None = None) -> Self:
+        """As Settings.load; keeps the file's absolute name, since the processes of the stack read it too."""
+        config, _ = split_config(sys.argv[1:] if argv is None else argv)
+        return super().load(argv).model_copy(update={"config": config.resolve() if config else None})
 
     @property
     def num_prefill(self) -> int:

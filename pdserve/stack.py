@@ -98,7 +98,7 @@ def _pod(plan: Plan, role: str, index: int) -> ProcessSpec:
     }
     return ProcessSpec(
         name=f"{role}-{index}",
-        command=_python(f"{role}_service", flags),
+        command=_python(plan, f"{role}_service", flags),
         start_stage=REST_STARTS,
         stop_stage=PODS_STOP,
         ready_marker=READY,
@@ -118,7 +118,7 @@ def _router(plan: Plan) -> ProcessSpec:
         "served-model-name": settings.served_model_name or None,
         "log-level": settings.log_level,
     }
-    return _front(ROUTER, _python("router", flags), ROUTER_STOPS)
+    return _front(ROUTER, _python(plan, "router", flags), ROUTER_STOPS)
 
 
 def _gateway(plan: Plan) -> ProcessSpec:
@@ -129,7 +129,7 @@ def _gateway(plan: Plan) -> ProcessSpec:
         "router": plan.router_address,
         "log-level": settings.log_level,
     }
-    return _front(GATEWAY, _python("gateway", flags), GATEWAY_STOPS)
+    return _front(GATEWAY, _python(plan, "gateway", flags), GATEWAY_STOPS)
 
 
 def _front(name: str, command: tuple[str, ...], stop_stage: int) -> ProcessSpec:
@@ -144,7 +144,8 @@ def _front(name: str, command: tuple[str, ...], stop_stage: int) -> ProcessSpec:
     )
 
 
-def _python(module: str, flags: dict[str, object]) -> tuple[str, ...]:
+def _python(plan: Plan, module: str, flags: dict[str, object]) -> tuple[str, ...]:
     """`python -m MODULE --flag value ...`; a flag that is None is left to the process's own settings."""
     given = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
-    return (sys.executable, "-m", module, *given)
+    config = ["--config", str(plan.settings.config)] if plan.settings.config else []
+    return (sys.executable, "-m", module, *given, *config)

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from pdserve import checks
-from pdserve.checks import require
 from pdserve.console import Reporter
-from pdserve.launcher import Stack, make_plan, run_directory, run_stack
-from pdserve.model import FAKE, prepare_model
+from pdserve.launcher import Stack, run_directory, run_stack
+from pdserve.prepare import prepare
 from pdserve.process import INTERRUPTED
-from pdserve.settings import StackSettings, UpSettings
-from pdserve.stack import Plan
-
-ASSUMED_KV_BYTES = 128 << 20  # of a pod whose cache is sized by itself: enough for a few thousand tokens
+from pdserve.settings import UpSettings
 
 
 def main(settings: UpSettings) -> int:
@@ -26,20 +20,6 @@ def main(settings: UpSettings) -> int:
         plan = prepare(settings, run_dir, reporter)
         code = asyncio.run(run_stack(plan, reporter, _until_interrupted))
     return 0 if code == INTERRUPTED else code  # Ctrl-C is how `up` ends
-
-
-def prepare(settings: StackSettings, run_dir: Path, reporter: Reporter) -> Plan:
-    """Checks the machine, converts the model where it must, and resolves the plan. Raises LaunchError."""
-    require(checks.check_python(), checks.check_names(), checks.check_shared_memory())
-    if settings.engine != FAKE:
-        require(checks.check_compiler())
-    if settings.registry_url:
-        require(checks.check_registry(settings.registry_url))
-    model = prepare_model(FAKE if settings.engine == FAKE else settings.model, settings.dtype, reporter)
-    num_pods = settings.num_prefill + settings.decode
-    needed_bytes = num_pods * (model.memory_bytes + (settings.kv_memory or ASSUMED_KV_BYTES))
-    require(checks.check_memory(needed_bytes, checks.available_memory_bytes(), f"{num_pods} pods"))
-    return make_plan(settings, model.path, run_dir)
 
 
 async def _until_interrupted(stack: Stack) -> int:

@@ -1,0 +1,74 @@
+"""Everything that can be wrong or slow before a process starts: the machine, the model, the kernels, the ports."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kernels.cpu.build import BuildFailed, CompilerMissing, build
+from pdserve import checks
+from pdserve.checks import LaunchError, require
+from pdserve.console import Reporter
+from pdserve.model import FAKE, prepare_model
+from pdserve.settings import StackSettings, num_cores
+from pdserve.stack import Plan, threads_per_pod
+
+ASSUMED_KV_BYTES = 128 << 20  # of a pod whose cache is sized by itself: enough for a few thousand tokens
+
+# sockaddr_un holds 107 bytes; the sockets of the transfer layer lie deeper and have longer names than the registry's.
+RUN_DIR_MAX_BYTES = 50
+
+
+def prepare(settings: StackSettings, run_dir: Path, reporter: Reporter) -> Plan:
+    """Checks the machine, converts the model and compiles the kernels where it must. Raises LaunchError."""
+    require(checks.check_python(), checks.check_names(), checks.check_shared_memory())
+    if settings.registry_url:
+        require(checks.check_registry(settings.registry_url))
+    require(
+        checks.check_port("port", settings.host, settings.port, "--port"),
+        checks.check_port("router port", settings.host, settings.router_port, "--router-port"),
+    )
+    if len(os.fsencode(run_dir)) > RUN_DIR_MAX_BYTES:
+        raise LaunchError(f"--run-dir {run_dir}: at most {RUN_DIR_MAX_BYTES} bytes fit into the names of UNIX sockets")
+    return make_plan(settings, prepare_engine(settings, reporter), run_dir)
+
+
+def prepare_engine(settings: StackSettings, reporter: Reporter) -> str:
+    """The model to pass on: present, converted, small enough, with its kernels compiled. Raises LaunchError."""
+    if FAKE in (settings.engine, settings.model):
+        return FAKE
+    model = prepare_model(settings.model, settings.dtype, reporter)
+    num_pods = settings.num_prefill + settings.decode
+    needed_bytes = num_pods * (model.memory_bytes + (settings.kv_memory or ASSUMED_KV_BYTES))
+    require(checks.check_memory(needed_bytes, checks.available_memory_bytes(), f"{num_pods} pods"))
+    prepare_kernels(reporter)
+    return model.path
+
+
+def prepare_kernels(reporter: Reporter) -> None:
+    """Compiles the CPU kernels unless they lie in the user's cache. Raises LaunchError."""
+    try:
+        with reporter.working("compiling the CPU kernels (once)"):
+            build()
+    except (CompilerMissing, BuildFailed) as error:
+        raise LaunchError(f"CPU kernels: {error}") from None
+
+
+def make_plan(settings: StackSettings, model: str, run_dir: Path) -> Plan:
+    """Resolves ports and cores."""
+    return Plan(
+        settings=settings,
+        model=model,
+        run_dir=run_dir,
+        port=settings.port or free_port(settings.host),
+        router_port=settings.router_port or free_port(settings.host),
+        threads_per_pod=settings.num_threads or threads_per_pod(num_cores(), settings.num_prefill + settings.decode),
+        registry_binary=None if settings.registry_url else checks.registry_binary(),
+    )
+
+
+def free_port(host: str) -> int:
+    """A port that is free now. It is chosen here, not by the server, so that a restarted server keeps its port."""
+    with checks.bind(host, 0) as bound:
+        port: int = bound.getsockname()[1]
+        return port

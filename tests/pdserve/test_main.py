@@ -1,0 +1,92 @@
+"""The command line: every wrong setting is one line that names it, and exit code 2."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pdserve import doctor
+from pdserve.__main__ import COMMANDS, main
+from pdserve.checks import Check
+from pdserve.settings import DoctorSettings
+
+
+def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in COMMANDS)
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve"], ["unknown command 'serve'", "up, demo"]),
+        (["up", "--prefill", "-1"], ["'prefill'", "'-1'", "greater than or equal to 0"]),
+        (["up", "--decode", "0"], ["'decode'", "greater than or equal to 1"]),
+        (["up", "--port", "70000"], ["'port'", "'70000'", "65535"]),
+        (["up", "--engine", "cuda"], ["'engine'", "'torch' or 'fake'"]),
+        (["up", "--kv-memory", "much"], ["'kv_memory'", "'much'"]),
+        (["up", "--config", "/no/such.yaml"], ["--config /no/such.yaml", "No such file"]),
+        (["up", "--model", "no-such-model"], ["'no-such-model'", "known names"]),
+        (["up", "--registry-url", "redis://127.0.0.1:1/0"], ["registry", "does not answer"]),
+        (["up", "--engine", "fake", "--run-dir", "/tmp/" + "x" * 60], ["--run-dir", "at most"]),
+        (["model", "no-such-model"], ["'no-such-model'", "known names"]),
+        (["demo", "--prompt", ""], ["'prompt'", "at least 1 character"]),
+    ],
+)
+def test_wrong_settings(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PDSERVE_PORT", "PDSERVE_ROUTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1, captured.err
+    assert captured.err.startswith("error: ")
+    assert all(word in captured.err for word in words), captured.err
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["up", "--prefil", "1"])
+    assert caught.value.code == 2
+
+
+def test_a_taken_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        assert main(["up", "--engine", "fake", "--port", port]) == 2
+    assert capsys.readouterr().err == (
+        f"error: port: 127.0.0.1:{port} is taken: stop what listens there, or pass --port N (0: a free one)\n"
+    )
+
+
+def test_file_and_environment_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "pdserve.yaml"
+    file.write_text("pdserve: {prefill: 3, decode: 4}\npod: {block_size: 32}\n")
+    monkeypatch.setenv("PDSERVE_DECODE", "5")
+    settings = COMMANDS["up"].load(["--config", str(file), "--no-colocated"])
+    assert (settings.model_dump()["prefill"], settings.model_dump()["decode"]) == (3, 5)
+
+
+def test_explain_without_a_router(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--router", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.startswith("error: UNAVAILABLE")
+
+
+def test_doctor_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [Check("python", "3.11.7"), Check("port", "taken", "free it")]
+    monkeypatch.setattr(doctor, "machine_checks", lambda _: results)
+    monkeypatch.setattr(doctor, "model_checks", lambda _: [])
+    assert doctor.main(DoctorSettings.load([])) == 1
+    assert capsys.readouterr().out.splitlines() == ["ok   python         3.11.7", "FAIL port           taken: free it"]
+
+
+def test_doctor_checks_every_need() -> None:
+    names = [check.name for check in doctor.machine_checks(DoctorSettings.load(["--port", "0", "--router-port", "0"]))]
+    wanted = ["python", "import names", "compiler", "cpu", "shared memory", "registry", "port", "router port"]
+    assert names == wanted

@@ -1,0 +1,124 @@
+"""Settings to command lines: what is started, in which order, and that every process accepts its own flags."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.settings import GatewaySettings
+from pdserve.process import ProcessSpec
+from pdserve.settings import UpSettings
+from pdserve.stack import Plan, process_specs, threads_per_pod
+from pod.settings import PodSettings
+from proto.settings import Settings
+from router.settings import RouterSettings
+
+SETTINGS: dict[str, type[Settings]] = {
+    "prefill_service": PodSettings,
+    "decode_service": PodSettings,
+    "router": RouterSettings,
+    "gateway": GatewaySettings,
+}
+
+
+def plan(*argv: str, registry_binary: Path | None = Path("/bin/valkey-server"), threads: int = 1) -> Plan:
+    return Plan(
+        settings=UpSettings.load(argv),
+        model="/models/smol",
+        run_dir=Path("/run/pdserve"),
+        port=8001,
+        router_port=50052,
+        threads_per_pod=threads,
+        registry_binary=registry_binary,
+    )
+
+
+def loaded(spec: ProcessSpec) -> Any:
+    """The settings that the process of `spec` will see."""
+    _, flag, module, *arguments = spec.command
+    assert flag == "-m"
+    return SETTINGS[module].load(arguments)
+
+
+def by_name(a_plan: Plan) -> dict[str, ProcessSpec]:
+    return {spec.name: spec for spec in process_specs(a_plan)}
+
+
+def test_default_stack() -> None:
+    assert list(by_name(plan())) == ["registry", "prefill-0", "decode-0", "router", "gateway"]
+
+
+def test_every_process_reads_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.yaml").write_text("pod: {block_size: 32}\nrouter: {}\n")
+    monkeypatch.chdir(tmp_path)
+    specs = by_name(plan("--config", "c.yaml"))
+    monkeypatch.chdir("/")
+    assert loaded(specs["prefill-0"]).block_size == 32
+    assert loaded(specs["router"]).port == 50052
+    assert str(tmp_path / "c.yaml") in specs["gateway"].command
+
+
+def test_pools_are_sized_independently() -> None:
+    names = list(by_name(plan("--prefill", "2", "--decode", "3")))
+    assert names[1:6] == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+
+
+def test_colocated_has_no_prefill_pods() -> None:
+    assert list(by_name(plan("--colocated", "--prefill", "2"))) == ["registry", "decode-0", "router", "gateway"]
+
+
+def test_pods_accept_their_flags() -> None:
+    argv = ("--dtype", "float32", "--kv-memory", "64MiB", "--max-num-seqs", "8", "--max-batched-tokens", "96")
+    for name in ("prefill-0", "decode-0"):
+        settings = loaded(by_name(plan(*argv, threads=3))[name])
+        assert (settings.host, settings.port, settings.pod_id) == ("127.0.0.1", 0, name)
+        assert settings.registry_url == "unix:///run/pdserve/registry.sock"
+        assert settings.runtime_dir == Path("/run/pdserve/kv")
+        assert (settings.model, settings.engine, settings.dtype) == ("/models/smol", "torch", "float32")
+        assert (settings.kv_memory_bytes, settings.num_threads) == (64 << 20, 3)
+        assert (settings.max_num_seqs, settings.max_batched_tokens) == (8, 96)
+
+
+def test_router_and_gateway_accept_their_flags() -> None:
+    specs = by_name(plan("--served-model-name", "smol", "--cluster", "c"))
+    router, gateway = loaded(specs["router"]), loaded(specs["gateway"])
+    assert (router.port, router.model, router.served_model_name) == (50052, "/models/smol", "smol")
+    assert (router.registry_url, router.cluster) == ("unix:///run/pdserve/registry.sock", "c")
+    assert (gateway.port, gateway.router) == (8001, "127.0.0.1:50052")
+
+
+def test_unset_options_are_left_to_the_pod() -> None:
+    command = by_name(plan())["decode-0"].command
+    assert not {"--dtype", "--kv-memory-bytes", "--max-num-seqs", "--max-batched-tokens"} & set(command)
+
+
+def test_pods_in_a_shared_registry_name_themselves() -> None:
+    specs = by_name(plan("--registry-url", "redis://127.0.0.1:7000/0", registry_binary=None))
+    assert "registry" not in specs
+    assert loaded(specs["decode-0"]).pod_id == ""
+    assert loaded(specs["decode-0"]).registry_url == "redis://127.0.0.1:7000/0"
+
+
+def test_the_stop_follows_a_requests_way_and_the_registry_starts_first() -> None:
+    specs = process_specs(plan())
+    stops = itertools.groupby(sorted(specs, key=lambda s: s.stop_stage), key=lambda s: s.stop_stage)
+    assert [{s.name for s in group} for _, group in stops] == [
+        {"gateway"},
+        {"router"},
+        {"prefill-0", "decode-0"},
+        {"registry"},
+    ]
+    assert [s.name for s in specs if s.start_stage == 0] == ["registry"]
+
+
+def test_a_pod_is_killed_only_after_its_own_drain() -> None:
+    spec = by_name(plan("--drain-timeout-s", "7"))["decode-0"]
+    assert spec.stop_grace_s > loaded(spec).drain_timeout_s == 7
+
+
+@pytest.mark.parametrize(("cores", "pods", "threads"), [(2, 1, 2), (2, 2, 1), (2, 5, 1), (16, 3, 5)])
+def test_cores_are_divided(cores: int, pods: int, threads: int) -> None:
+    assert threads_per_pod(cores, pods) == threads
