@@ -1,0 +1,60 @@
+"""Triton implementation of kernels/kv_write.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kv_write_kernel(
+    k_ptr,  # [T, Hkv, D]
+    v_ptr,  # likewise
+    k_cache_ptr,  # [N, Hkv, block_size, D]
+    v_cache_ptr,  # likewise
+    slot_ptr,  # [T]
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    block_stride,
+    cache_head_stride,
+    slot_stride,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program: all heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)
+    if slot >= 0:
+        h = tl.arange(0, HEADS_PADDED)[:, None]
+        d = tl.arange(0, DIM_PADDED)[None, :]
+        mask = (h < HEADS) & (d < HEAD_DIM)
+        to = (slot // BLOCK_SIZE) * block_stride + h * cache_head_stride + (slot % BLOCK_SIZE) * slot_stride + d
+        k = tl.load(k_ptr + token * k_stride + h * k_head_stride + d, mask=mask, other=0.0)
+        v = tl.load(v_ptr + token * v_stride + h * v_head_stride + d, mask=mask, other=0.0)
+        tl.store(k_cache_ptr + to, k, mask=mask)
+        tl.store(v_cache_ptr + to, v, mask=mask)
+
+
+def kv_write(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Writes into k_cache and v_cache [N, Hkv, block_size, D]."""
+    num_tokens, num_heads, head_dim = k.shape
+    if num_tokens == 0:
+        return
+    kv_write_kernel[(num_tokens,)](
+        *(k, v, k_cache, v_cache, slot_mapping.contiguous()),
+        *(k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3]),
+        HEADS=num_heads,
+        HEADS_PADDED=triton.next_power_of_2(num_heads),
+        HEAD_DIM=head_dim,
+        DIM_PADDED=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=k_cache.shape[2],
+        num_warps=2,
+    )

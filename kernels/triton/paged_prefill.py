@@ -1,0 +1,107 @@
+"""Triton implementation of kernels/paged_prefill.py: flash attention (Dao et al., 2022) over paged contexts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+_LOG2_E = math.log2(math.e)
+_QUERIES = 64  # tokens of a program
+_KEYS = 64  # per loop iteration
+_MIN_DOT = 16  # smallest dimension of a tl.dot
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr,  # [T, Hq, D]
+    k_ptr,  # [N, Hkv, block_size, D]
+    v_ptr,  # likewise
+    table_ptr,  # [S, M]
+    cu_ptr,  # [S + 1]
+    len_ptr,  # [S]
+    out_ptr,  # [T, Hq, D], contiguous
+    scale_log2e,
+    num_heads,
+    q_stride,
+    q_head_stride,
+    block_stride,
+    cache_head_stride,
+    slot_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One program: QUERIES new tokens of one sequence, one query head; idle when the sequence has fewer."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(2).to(tl.int64)
+    first = tl.load(cu_ptr + sequence)
+    num_new = tl.load(cu_ptr + sequence + 1) - first
+    if tile * QUERIES < num_new:
+        num_before = tl.load(len_ptr + sequence) - num_new
+        i = tile * QUERIES + tl.arange(0, QUERIES)
+        d = tl.arange(0, DIM_PADDED)
+        q_mask = (i < num_new)[:, None] & (d < HEAD_DIM)[None, :]
+        token = (first + i).to(tl.int64)
+        q = tl.load(q_ptr + token[:, None] * q_stride + head * q_head_stride + d[None, :], mask=q_mask, other=0.0)
+
+        peak = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        acc = tl.zeros([QUERIES, DIM_PADDED], tl.float32)
+        end = num_before + tl.minimum((tile + 1) * QUERIES, num_new)
+        for start in range(0, end, KEYS):
+            position = start + tl.arange(0, KEYS)
+            valid = position < end
+            block = tl.load(table_ptr + sequence * table_stride + position // BLOCK_SIZE, mask=valid, other=0)
+            slot = block.to(tl.int64) * block_stride + (head // GROUP) * cache_head_stride
+            slot += (position % BLOCK_SIZE) * slot_stride
+            kv_mask = valid[:, None] & (d < HEAD_DIM)[None, :]
+            k = tl.load(k_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+            visible = (position[None, :] <= num_before + i[:, None]) & valid[None, :]
+            scores = tl.where(visible, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_peak[:, None])
+            factor = tl.exp2(peak - new_peak)
+            total = total * factor + tl.sum(weights, 1)
+            v = tl.load(v_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            peak = new_peak
+
+        to = out_ptr + (token[:, None] * num_heads + head) * HEAD_DIM + d[None, :]
+        tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Fills out [T, Hq, D]. The grid covers the case that one sequence owns all tokens: lengths stay on the device."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_sequences = context_lens.shape[0]
+    if num_tokens == 0:
+        return
+    prefill_kernel[(triton.cdiv(num_tokens, _QUERIES), num_heads, num_sequences)](
+        *(q, k_cache, v_cache, block_tables, cu_seqlens.contiguous(), context_lens.contiguous(), out),
+        *(scale * _LOG2_E, num_heads, q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0)),
+        GROUP=num_heads // k_cache.shape[1],
+        HEAD_DIM=head_dim,
+        DIM_PADDED=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=k_cache.shape[2],
+        QUERIES=_QUERIES,
+        KEYS=_KEYS,
+        num_warps=4,
+    )
