@@ -1,0 +1,139 @@
+"""The real model through the whole engine, in float32: token for token what transformers generates, on every path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.checkpoint import DEFAULT_MODEL, kv_bytes_per_token, model_info, resolve_model
+from engine.core import EngineConfig, EngineCore
+from engine.llama import Llama
+from engine.model_config import read_config
+from engine.runner import TorchRunner, flatten, kv_view
+from engine.sequence import SamplingParams, SequenceSpec
+from tests.engine.tiny_llama import scheduled
+from tests.reference_outputs import CASE_NAMES, ReferenceCase, reference_case, reference_cases
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 400  # all cases at once
+NUM_THREADS = os.cpu_count() or 1
+SHORT = 100  # tokens
+
+
+@cache
+def model_dir() -> Path:
+    return resolve_model(DEFAULT_MODEL)
+
+
+def kv_memory(dtype: str, num_blocks: int) -> np.ndarray:
+    return np.zeros(num_blocks * BLOCK_SIZE * kv_bytes_per_token(read_config(model_dir()), dtype), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def runner() -> TorchRunner:
+    memory = kv_memory("float32", NUM_BLOCKS)
+    return TorchRunner(model_dir(), kv_memory=memory, block_size=BLOCK_SIZE, dtype="float32", num_threads=NUM_THREADS)
+
+
+@dataclass(slots=True)
+class Answers:
+    """What an engine gave for each sequence."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    num_cached: dict[str, int] = field(default_factory=dict)
+    num_preemptions: int = 0
+
+
+def run(core: EngineCore, cases: Iterable[ReferenceCase], suffix: str = "") -> Answers:
+    """Adds all cases at once and steps until they are answered."""
+    for case in cases:
+        params = SamplingParams(temperature=0.0, max_tokens=len(case.output_ids), ignore_eos=True)
+        core.add(SequenceSpec(sequence_id=case.name + suffix, prompt_ids=case.prompt_ids, params=params))
+    answers = Answers()
+    while core.has_work:
+        for event in core.step():
+            answers.tokens.setdefault(event.sequence_id, []).append(event.token.token_id)
+            answers.num_cached[event.sequence_id] = event.num_cached
+            answers.num_preemptions = max(answers.num_preemptions, event.num_preemptions)
+        core.check_invariants()
+    return answers
+
+
+def expected(cases: Sequence[ReferenceCase], suffix: str = "") -> dict[str, list[int]]:
+    return {case.name + suffix: list(case.output_ids) for case in cases}
+
+
+def test_the_spread_of_prompts() -> None:
+    lengths = {len(case.prompt_ids) for case in reference_cases()}
+    assert len(reference_cases()) == len(CASE_NAMES) >= 20
+    assert {1, 15, 16, 17, 31, 32, 33, 511, 512, 513, 2000} <= lengths
+
+
+@pytest.mark.parametrize("name", CASE_NAMES)
+def test_alone_and_again_from_the_prefix_cache(runner: TorchRunner, name: str) -> None:
+    case = reference_case(name)
+    core = EngineCore(runner, EngineConfig(num_blocks=NUM_BLOCKS))
+    assert run(core, [case]).tokens == expected([case])
+    again = run(core, [case], " again")
+    assert again.tokens == expected([case], " again")
+    num_prompt = len(case.prompt_ids)
+    assert again.num_cached[name + " again"] == min(num_prompt // BLOCK_SIZE * BLOCK_SIZE, num_prompt - 1)
+
+
+def test_all_in_one_batch(runner: TorchRunner) -> None:
+    core = EngineCore(runner, EngineConfig(num_blocks=NUM_BLOCKS, max_batched_tokens=8192, prefix_cache=False))
+    answers = run(core, reference_cases())
+    assert answers.tokens == expected(reference_cases())
+    assert answers.num_preemptions == 0
+
+
+def test_prefills_in_chunks_beside_decodes(runner: TorchRunner) -> None:
+    core = EngineCore(runner, EngineConfig(num_blocks=NUM_BLOCKS, max_batched_tokens=64))
+    cases = [case for case in reference_cases() if len(case.prompt_ids) < 1000]
+    assert run(core, cases).tokens == expected(cases)
+
+
+def test_preempted_and_recomputed(runner: TorchRunner) -> None:
+    cases = [case for case in reference_cases() if len(case.prompt_ids) < SHORT]
+    core = EngineCore(runner, EngineConfig(num_blocks=24, max_batched_tokens=128))
+    answers = run(core, cases)
+    assert answers.num_preemptions > 0
+    assert answers.tokens == expected(cases)
+
+
+def test_bfloat16_logits_stay_near_float32() -> None:
+    """Teacher-forced along the reference answers.
+
+    Stated tolerance: logits, of deviation about 4, differ by less than 0.15 on average, and where float32 prefers its
+    first token to the second by more than 0.5, bfloat16 prefers it too.
+    """
+    cases = [reference_case(name) for name in ("english question", "chinese list", "code")]
+    exact, rounded = teacher_forced("float32", cases), teacher_forced("bfloat16", cases)
+    first_two = exact.topk(2).values
+    sure = first_two[:, 0] - first_two[:, 1] > 0.5
+    assert (exact - rounded).abs().mean() < 0.15
+    assert torch.equal(exact.argmax(-1)[sure], rounded.argmax(-1)[sure])
+
+
+def teacher_forced(dtype: str, cases: Sequence[ReferenceCase]) -> torch.Tensor:
+    """float32 [T, V] after every token of the cases' prompts and answers."""
+    torch.set_num_threads(NUM_THREADS)
+    num_blocks = 32
+    kv = kv_view(kv_memory(dtype, num_blocks), model_info(model_dir(), dtype), BLOCK_SIZE)
+    llama = Llama.load(model_dir(), dtype)
+    per_case = num_blocks // len(cases)
+    sequences = [
+        scheduled(case.prompt_ids + case.output_ids, 0, range(i * per_case, (i + 1) * per_case))
+        for i, case in enumerate(cases)
+    ]
+    flat = flatten(sequences, BLOCK_SIZE)
+    return llama.forward(replace(flat, sample_rows=torch.arange(len(flat.token_ids))), kv)
