@@ -185,7 +185,7 @@ class EngineCore:
 
     def load(self) -> EngineLoad:
         scheduler = self._scheduler
-        prefilling = [seq for seq in (*scheduler.waiting, *scheduler.running.values()) if not seq.is_decoding]
+        prefilling = [*scheduler.waiting, *(seq for seq in scheduler.running.values() if not seq.is_decoding)]
         return EngineLoad(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
