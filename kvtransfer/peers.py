@@ -1,0 +1,112 @@
+"""The pods that a puller reads from: who they are, connected once an incarnation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import grpc
+
+from kvtransfer.endpoint import KVEndpoint
+from kvtransfer.errors import nixlError
+from kvtransfer.layout import KVLayout
+from proto import kv_pb2
+from proto.errors import LeaseExpired, PdserveError, PeerLost
+
+logger = logging.getLogger(__name__)
+
+FetchMetadata = Callable[[str], Awaitable[kv_pb2.GetAgentMetadataResponse]]
+PeerKey = tuple[str, str]  # pod id, epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    pod_id: str
+    epoch: str
+    agent_name: str
+    layout: KVLayout
+    kv_base_address: int
+    generation_base_address: int
+    num_blocks: int
+
+
+class Peers:
+    """Connects on first use; concurrent users of one pod share the attempt."""
+
+    def __init__(self, endpoint: KVEndpoint, fetch: FetchMetadata, threads: Executor, timeout_s: float) -> None:
+        self._endpoint = endpoint
+        self._fetch = fetch
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._peers: dict[PeerKey, asyncio.Task[Peer]] = {}
+
+    async def get(self, handoff: kv_pb2.KVHandoff) -> Peer:
+        """Raises PeerLost when the pod cannot be reached, LeaseExpired when it has restarted since the hand-off."""
+        key = (handoff.source_pod_id, handoff.source_epoch)
+        task = self._peers.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._peers[key] = asyncio.create_task(self._connect(handoff.source_address, key))
+        return await asyncio.shield(task)
+
+    async def _connect(self, address: str, key: PeerKey) -> Peer:
+        pod_id, epoch = key
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._fetch(address)
+        except (PdserveError, grpc.RpcError, OSError) as error:  # TimeoutError is an OSError
+            raise PeerLost(f"pod {pod_id!r} at {address}: {error or 'no answer'}", pod_id=pod_id) from error
+        if (answer.pod_id, answer.epoch) != key:
+            raise LeaseExpired(
+                f"pod {pod_id!r} epoch {epoch!r} is gone: {address} is pod {answer.pod_id!r} epoch {answer.epoch!r}",
+                pod_id=pod_id,
+            )
+        peer = checked_peer(answer)
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._attach, peer, answer.agent_metadata)
+        self._forget_older(key)
+        return peer
+
+    def _attach(self, peer: Peer, metadata: bytes) -> None:
+        """On a thread: a peer that does not answer takes until the backend's timeout."""
+        try:
+            name = self._endpoint.agent.add_remote_agent(metadata).decode()
+            if name != peer.agent_name:
+                raise PeerLost(f"pod {peer.pod_id!r}: its metadata is of agent {name!r}, not {peer.agent_name!r}")
+            self._endpoint.agent.make_connection(name)
+        except nixlError as error:
+            raise PeerLost(f"pod {peer.pod_id!r}: {error}", pod_id=peer.pod_id) from error
+
+    def _forget_older(self, key: PeerKey) -> None:
+        for other in [k for k in self._peers if k[0] == key[0] and k != key]:
+            self.drop(*other)
+
+    def drop(self, pod_id: str, epoch: str) -> None:
+        """Disconnects: after it, nothing lands from there any more. The next use connects again."""
+        task = self._peers.pop((pod_id, epoch), None)
+        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+            self._endpoint.agent.remove_remote_agent(task.result().agent_name)
+
+    async def close(self) -> None:
+        tasks, self._peers = list(self._peers.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def checked_peer(answer: kv_pb2.GetAgentMetadataResponse) -> Peer:
+    """Raises PeerLost when the answer makes no sense."""
+    try:
+        layout = KVLayout.from_proto(answer.layout)
+    except ValueError as error:
+        raise PeerLost(f"pod {answer.pod_id!r}: {error}", pod_id=answer.pod_id) from None
+    return Peer(
+        pod_id=answer.pod_id,
+        epoch=answer.epoch,
+        agent_name=answer.agent_name,
+        layout=layout,
+        kv_base_address=answer.kv_base_address,
+        generation_base_address=answer.generation_base_address,
+        num_blocks=answer.num_blocks,
+    )

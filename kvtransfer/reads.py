@@ -1,0 +1,80 @@
+"""Driving the reads of one pull to their end: landed, or certain never to land."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from kvtransfer.agent import Agent
+from kvtransfer.errors import nixlRepostActiveError
+from kvtransfer.handles import XferHandle
+from kvtransfer.transfer import Transfer
+
+POLL_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """`cut_off()` must make every read from the peer settle: the last resort for one that cannot be cancelled."""
+
+    agent: Agent
+    threads: Executor
+    timeout_s: float
+    settle_s: float
+    clock: Callable[[], float]
+    sleep: Callable[[float], Awaitable[None]]
+    cut_off: Callable[[], None]
+
+    async def read_all(self, transfer: Transfer, handles: Sequence[XferHandle]) -> None:
+        """Posts all and returns when all have landed. When one fails, time is up or the caller is cancelled, the
+        others are stopped, and it raises only when all have settled: nixlError, TimeoutError, CancelledError."""
+        stop = asyncio.Event()
+        reads = [asyncio.create_task(self._read(transfer, handle, stop)) for handle in handles]
+        try:
+            _, unfinished = await asyncio.wait(reads, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            stop.set()
+            await outlast(reads)
+        for read in reads:
+            read.result()
+        if unfinished:
+            raise TimeoutError(f"{len(unfinished)} of {len(reads)} reads did not finish within {self.timeout_s} s")
+
+    async def _read(self, transfer: Transfer, handle: XferHandle, stop: asyncio.Event) -> None:
+        transfer.read_posted()
+        try:
+            post = asyncio.get_running_loop().run_in_executor(self.threads, self.agent.transfer, handle)
+            await outlast([post])
+            post.result()
+            while not handle.done() and not stop.is_set():
+                await self.sleep(POLL_S)
+            await self._settle(handle)
+        finally:
+            transfer.read_settled()
+
+    async def _settle(self, handle: XferHandle) -> None:
+        """Frees the handle; cancels the read if it is in progress. Over when no byte of it can land any more."""
+        patience_ends = self.clock() + self.settle_s
+        while True:
+            try:
+                self.agent.release_xfer_handle(handle)
+                return
+            except nixlRepostActiveError:
+                if self.clock() >= patience_ends:
+                    self.cut_off()
+                await self.sleep(POLL_S)
+
+
+async def outlast(futures: Sequence[asyncio.Future[Any]]) -> None:
+    """Waits for all of them, whatever is done to the waiter meanwhile; only then lets a cancellation through."""
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [future for future in futures if not future.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
