@@ -6,17 +6,18 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import TextIO
 
 from rich.console import Console
 
 from pdserve import ledger
-from pdserve.client import generate
 from pdserve.console import Reporter
 from pdserve.launcher import Stack, run_directory, run_stack
 from pdserve.prepare import prepare
 from pdserve.settings import DemoSettings
 from proto import inference_pb2 as pb
+from router.client import RouterClient
 
 
 def main(settings: DemoSettings) -> int:
@@ -33,8 +34,9 @@ async def _ask(settings: DemoSettings, stack: Stack, reporter: Reporter, began: 
     request = pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content=settings.prompt)]))
     request.sampling.max_tokens = settings.max_tokens
     request.sampling.temperature = settings.temperature
-    async for response in generate(stack.plan.router_address, request):
-        answers.show(response)
+    async with RouterClient(stack.plan.router_address) as router, aclosing(router.generate(request)) as responses:
+        async for response in responses:
+            answers.show(response)
     answers.finish()
     Console(highlight=False).print(ledger.render(answers.last.ledger))
     reporter.say(answers.summary())

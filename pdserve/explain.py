@@ -7,11 +7,17 @@ import asyncio
 from rich.console import Console
 
 from pdserve import ledger
-from pdserve.client import timeline
 from pdserve.settings import ExplainSettings
+from proto import inference_pb2 as pb
+from router.client import RouterClient
 
 
 def main(settings: ExplainSettings) -> int:
-    found = asyncio.run(timeline(settings.router, settings.request_id))
+    found = asyncio.run(_timeline(settings))
     Console(highlight=False).print(ledger.render(found))
     return 0
+
+
+async def _timeline(settings: ExplainSettings) -> pb.Ledger:
+    async with RouterClient(settings.router) as router:
+        return await router.timeline(settings.request_id)

@@ -6,19 +6,16 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve import signals
 from pdserve.console import Reporter
 from pdserve.process import CONFIG_ERROR, INTERRUPTED, Process, ProcessFailed, StartFailed
-from pdserve.stack import Plan, process_specs
+from pdserve.readiness import router_sees
+from pdserve.stack import ROUTER, Plan, process_specs
 from pdserve.supervisor import Supervisor
 from proto.errors import PdserveError
-from proto.service import channel
 
 
 class Stack:
@@ -33,14 +30,20 @@ class Stack:
         self.supervisor = Supervisor(processes, reporter, start_timeout_s=plan.settings.start_timeout_s)
 
     async def start(self) -> None:
-        """Returns when every process is ready and the router serves. Raises StartFailed."""
+        """Returns when every process is ready and the router sees every pod. Raises StartFailed."""
+        settings = self.plan.settings
         try:
             await self.supervisor.start()
-            await asyncio.wait_for(serving(self.plan.router_address), self.plan.settings.start_timeout_s)
+            seen = router_sees(self.ready_fields(ROUTER)["metrics"], settings.num_prefill, settings.decode)
+            await asyncio.wait_for(seen, settings.start_timeout_s)
         except ProcessFailed as error:
             raise explain_failure(error, self.log_dir) from None
         except TimeoutError:
-            raise StartFailed(f"the router found no pods; logs are in {self.log_dir}", 1) from None
+            raise StartFailed(f"the router does not see every pod; logs are in {self.log_dir}", 1) from None
+
+    def ready_fields(self, name: str) -> Mapping[str, str]:
+        """What the process said in its READY line."""
+        return next(p.ready_fields for p in self.supervisor.processes if p.spec.name == name)
 
 
 async def run_stack(plan: Plan, reporter: Reporter, body: Callable[[Stack], Awaitable[int]]) -> int:
@@ -76,18 +79,6 @@ def explain_failure(error: ProcessFailed, log_dir: Path) -> StartFailed:
         return StartFailed(f"{error.name}: {line.split(': ', 1)[-1]}", CONFIG_ERROR)
     lines = "\n".join(f"    {line}" for line in error.tail.splitlines())
     return StartFailed(f"{error.name} {error.reason}; its log is {log_dir / error.name}.log and ends with\n{lines}", 1)
-
-
-async def serving(address: str) -> None:
-    """Waits until the gRPC server at `address` says SERVING."""
-    async with channel(address) as to_server:
-        watch = health_pb2_grpc.HealthStub(to_server).Watch
-        while True:
-            with contextlib.suppress(grpc.aio.AioRpcError):  # not up yet
-                async for update in watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
-                    if update.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-            await asyncio.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,9 @@ def resolve_with_progress(name: str, reporter: Reporter) -> Path:
 def main(settings: ModelSettings) -> int:
     """The command: standard output is the directory alone, for scripts."""
     reporter = Reporter()
+    if settings.model == FAKE:
+        print(FAKE)
+        return 0
     try:
         path = resolve_with_progress(settings.model, reporter)
         reporter.say(describe(path, resolve_dtype("auto")))

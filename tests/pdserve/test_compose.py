@@ -30,7 +30,7 @@ def compose() -> dict[str, Any]:
 
 def environment(service: dict[str, Any]) -> dict[str, str]:
     """With `${NAME:-default}` resolved as where NAME is not set."""
-    return {name: re.sub(r"\$\{\w+:-(.*?)\}", r"\1", value) for name, value in service["environment"].items()}
+    return {name: re.sub(r"\$\{\w+:-(.*?)\}", r"\1", value) for name, value in service.get("environment", {}).items()}
 
 
 def test_services(compose: dict[str, Any]) -> None:

@@ -20,9 +20,10 @@ async def test_ready_line_is_parsed_and_sigterm_ends_it(tmp_path: Path) -> None:
     process = Process(scripts.spec(scripts.SERVE), tmp_path / "x.log")
     await process.start(START_S)
     assert process.ready_fields == {"role": "x", "address": "127.0.0.1:1"}
-    assert process.pid is not None
+    pid = process.pid
+    assert pid is not None
     await process.stop()
-    assert process.pid is None
+    assert not psutil.pid_exists(pid)
     assert "READY role=x" in (tmp_path / "x.log").read_text()
 
 
