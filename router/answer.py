@@ -72,6 +72,9 @@ class Answer:
             cached_tokens=self._cached_tokens or 0,
         )
 
+    def prompt_text(self) -> str:
+        return b"".join(map(self._tokenizer.token_bytes, self._request.prompt_ids)).decode(errors="replace")
+
     @property
     def _past_min_tokens(self) -> bool:
         return len(self.output_ids) >= self._request.sampling.min_tokens

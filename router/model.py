@@ -25,6 +25,7 @@ class ServedModel:
     """`sampling_defaults` are the checkpoint's own recommendations, for parameters that a request leaves unset."""
 
     name: str  # what clients ask for
+    model_id: str  # what pods of this model call it
     vocab_size: int
     max_model_len: int  # of the model; pods may serve less
     eos_token_ids: frozenset[int]
@@ -36,16 +37,19 @@ def load_model(path: str, served_name: str) -> ServedModel:
     if path == FAKE:
         return ServedModel(
             name=served_name or FAKE,
+            model_id=FAKE,
             vocab_size=FAKE_VOCAB_SIZE,
             max_model_len=FAKE_MAX_MODEL_LEN,
             eos_token_ids=frozenset({FAKE_EOS}),
         )
     directory = Path(path)
     config = _read_json(directory / "config.json")
-    generation = _read_json(directory / "generation_config.json") if _has_generation_config(directory) else {}
+    generation = _read_json_if_any(directory / "generation_config.json")
+    model_id = _model_id(directory)
     try:
         return ServedModel(
-            name=served_name or directory.resolve().name,
+            name=served_name or model_id,
+            model_id=model_id,
             vocab_size=int(config["vocab_size"]),
             max_model_len=int(config["max_position_embeddings"]),
             eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
@@ -55,8 +59,13 @@ def load_model(path: str, served_name: str) -> ServedModel:
         raise ModelError(f"model {directory}: config.json: {error!r}") from None
 
 
-def _has_generation_config(directory: Path) -> bool:
-    return (directory / "generation_config.json").exists()
+def _model_id(directory: Path) -> str:
+    """As pods name it: what the directory was converted from, else its own name."""
+    return str(_read_json_if_any(directory / "source.json").get("model_id", directory.resolve().name))
+
+
+def _read_json_if_any(file: Path) -> dict[str, Any]:
+    return _read_json(file) if file.exists() else {}
 
 
 def _read_json(file: Path) -> dict[str, Any]:

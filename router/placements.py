@@ -7,7 +7,6 @@ before it was made, so only changes later than that correct its record.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable
 
 from router.snapshot import Correction, PodKey
 
@@ -18,17 +17,17 @@ class Placements:
     """Owned by the router's event loop."""
 
     def __init__(self) -> None:
-        self._open: dict[PodKey, dict[Hashable, Correction]] = defaultdict(dict)
+        self._open: dict[PodKey, dict[str, Correction]] = defaultdict(dict)
         self._changes: dict[PodKey, deque[Change]] = defaultdict(deque)
 
-    def place(self, pod: PodKey, owner: Hashable, work: Correction, now: float) -> None:
+    def place(self, pod: PodKey, owner: str, work: Correction, now: float) -> None:
         """Raises ValueError when `owner` has a placement on the pod already."""
         if owner in self._open[pod]:
             raise ValueError(f"{owner} is already placed on {pod}")
         self._open[pod][owner] = work
         self._changes[pod].append((now, work))
 
-    def remove(self, pod: PodKey, owner: Hashable, now: float) -> None:
+    def remove(self, pod: PodKey, owner: str, now: float) -> None:
         """Raises KeyError when nothing was placed."""
         work = self._open[pod].pop(owner)
         taken = Correction(-work.num_sequences, -work.num_tokens, -work.num_blocks)
@@ -57,7 +56,7 @@ class Placements:
     def num_open(self) -> int:
         return sum(len(owners) for owners in self._open.values())
 
-    def check_invariants(self, live_owners: set[Hashable]) -> None:
+    def check_invariants(self, live_owners: set[str]) -> None:
         """Raises AssertionError naming a placement whose owner is gone."""
         owners = {owner for placed in self._open.values() for owner in placed}
-        assert owners <= live_owners, f"placements without a request: {sorted(map(str, owners - live_owners))}"
+        assert owners <= live_owners, f"placements without a request: {sorted(owners - live_owners)}"

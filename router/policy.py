@@ -31,7 +31,9 @@ MIN_RETRY_MS, MAX_RETRY_MS = 250, 30_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRequest:
+    model_id: str
     num_tokens: int  # to prefill: prompt and replayed output
+    max_tokens: int  # prompt and longest possible output together
     prefix_hashes: tuple[bytes, ...] = ()
     deadline: float | None = None  # of the first token, on the clock of `now`
     excluded: frozenset[PodKey] = frozenset()  # pods that failed an earlier attempt of this request
@@ -94,6 +96,8 @@ def _prefer_untried(request: RoutingRequest, pods: Sequence[PodView]) -> Sequenc
 
 def _unusable(request: RoutingRequest, pod: PodView) -> str | None:
     """Why nothing of this request may go to the pod, whatever its load; None when it may."""
+    if pod.model_id != request.model_id:
+        return f"of model {pod.model_id!r}"
     if pod.draining:
         return "draining"
     if not pod.reachable:
@@ -104,20 +108,18 @@ def _unusable(request: RoutingRequest, pod: PodView) -> str | None:
 
 
 def _can_ever_hold(request: RoutingRequest, pod: PodView) -> bool:
-    return request.num_tokens < pod.max_model_len and _blocks_needed(request, pod) <= pod.num_blocks
-
-
-def _blocks_needed(request: RoutingRequest, pod: PodView) -> int:
-    """A decode pod reserves the prompt and the first block of output."""
-    return pod.blocks_for(request.num_tokens + (pod.role == DECODE))
+    """A prefill pod samples one token; the rest of the answer is a decode pod's."""
+    needed = request.max_tokens if pod.role == DECODE else request.num_tokens + 1
+    return needed <= pod.max_model_len
 
 
 def _has_room(request: RoutingRequest, priced: _Priced) -> bool:
     pod = priced.pod
     if pod.key in request.busy or pod.num_sequences >= pod.max_num_seqs:
         return False
-    cached_blocks = priced.cached_tokens // pod.block_size
-    return pod.role == PREFILL or _blocks_needed(request, pod) - cached_blocks <= pod.num_free_blocks
+    if pod.role == PREFILL:
+        return True
+    return pod.blocks_for(request.num_tokens + 1) - priced.cached_tokens // pod.block_size <= pod.num_free_blocks
 
 
 # --- Prices ---------------------------------------------------------------------------------------------------------
@@ -270,8 +272,8 @@ def _busy(role: str, request: RoutingRequest, priced: Sequence[_Priced], rng: Ra
 
 def _no_decode_pod(request: RoutingRequest, snapshot: Snapshot, too_small: Sequence[PodView], rng: Random) -> Refusal:
     if too_small:
-        limit = max(min(pod.max_model_len, pod.num_blocks * pod.block_size) - 1 for pod in too_small)
-        message = f"prompt has {request.num_tokens} tokens: no decode pod holds more than {limit}"
+        limit = max(pod.max_model_len for pod in too_small)
+        message = f"prompt and max_tokens are {request.max_tokens} tokens: decode pods hold at most {limit}"
         return Refusal(common_pb2.ERROR_KIND_INVALID_REQUEST, message, False)
     message = _census(request, snapshot, DECODE)
     return Refusal(common_pb2.ERROR_KIND_OVERLOADED, message, True, _retry_ms(1.0, rng))

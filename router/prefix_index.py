@@ -50,7 +50,7 @@ class PrefixIndex:
     def record(self, pod_id: str, epoch: str, hashes: Sequence[bytes]) -> None:
         """The pod has computed (or received) this prefix. Longer prefixes are forgotten before their beginnings."""
         if self._epochs.get(pod_id) != epoch:
-            self.forget(pod_id)
+            self._forget(pod_id)
             self._epochs[pod_id] = epoch
         for value in reversed(hashes):
             self._entries[pod_id, value] = None
@@ -58,7 +58,12 @@ class PrefixIndex:
         while len(self._entries) > self._max_entries:
             self._entries.popitem(last=False)
 
-    def forget(self, pod_id: str) -> None:
+    def forget(self, pod_id: str, epoch: str) -> None:
+        """This incarnation of the pod is gone; a newer one's prefixes stay."""
+        if self._epochs.get(pod_id) == epoch:
+            self._forget(pod_id)
+
+    def _forget(self, pod_id: str) -> None:
         if self._epochs.pop(pod_id, None) is not None:
             for key in [key for key in self._entries if key[0] == pod_id]:
                 del self._entries[key]

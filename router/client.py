@@ -1,0 +1,81 @@
+"""A thin typed client of a router, for gateways and tools. Failures are raised as the exceptions of `proto.errors`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from proto import inference_pb2, inference_pb2_grpc
+from proto.errors import from_rpc
+from proto.service import channel
+
+HEALTH_S = 2.0
+
+
+class RouterClient:
+    """One channel to the router at `address` (host:port); reconnects by itself. An async context manager."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = channel(address)
+        self._stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """The answer as it comes; the last response has a finish reason. Leaving the loop early cancels the request.
+
+        Use it under `contextlib.aclosing` when you may leave early: only then is the cancellation immediate.
+        """
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error) from None
+        finally:
+            call.cancel()
+
+    async def abort(self, request_id: str) -> bool:
+        """`request_id` is the server's. False: no such request is running."""
+        try:
+            return (await self._stub.Abort(inference_pb2.AbortRequest(request_id=request_id))).found
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error) from None
+
+    async def list_models(self) -> list[inference_pb2.Model]:
+        try:
+            return list((await self._stub.ListModels(inference_pb2.ListModelsRequest())).models)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error) from None
+
+    async def healthy(self) -> bool:
+        """The router answers and can give work to a decode pod."""
+        try:
+            reply = await health_pb2_grpc.HealthStub(self._channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=HEALTH_S
+            )
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def timeline(self, request_id: str = "") -> inference_pb2.Ledger:
+        """Of a request that has ended, by the server's id; the most recent one by default. Raises NotFound."""
+        try:
+            return await self._stub.GetTimeline(inference_pb2.GetTimelineRequest(request_id=request_id))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error) from None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

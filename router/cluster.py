@@ -1,0 +1,221 @@
+"""The router's picture of its pods, and the one place where work is placed on them.
+
+Joins what the registry says (`RegistryWatcher`), whether pods answer (`PodClient`), what this router has in flight
+(`Placements`) and what it has sent where (`PrefixIndex`) into snapshots for the policy. A decision and the count of its
+work are one step without an await, so two requests never see the same room. Requests that find none wait in order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from proto import common_pb2
+from proto.errors import PdserveError, from_info
+from router.background import Background
+from router.placements import Placements
+from router.pod_client import DecodeClient, PodClient, PrefillClient
+from router.policy import Refusal, RoutingDecision, RoutingRequest, decide
+from router.prefix_index import PrefixIndex
+from router.registry import POLL_S, RegistryWatcher, Sighting
+from router.snapshot import DECODE, Correction, PodKey, PodView, Snapshot
+from router.wait_queue import QueueFull, WaitQueue
+
+QUEUE_RETRY_MS = 1000
+CLOSE_S = 2.0  # how long pods may take to answer what they are told at the end
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A decision whose work is counted on its pods under `owner`, and the clients to talk to them."""
+
+    owner: str
+    decision: RoutingDecision
+    prefill: PrefillClient | None
+    decode: DecodeClient
+
+
+class Cluster:
+    """Owned by the router's event loop; `await start()` on it, `await close()` at the end."""
+
+    def __init__(
+        self,
+        *,
+        registry_url: str,
+        cluster: str,
+        router_id: str,
+        max_waiting: int,
+        rng: Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.background = Background()
+        self.prefixes = PrefixIndex()
+        self._router_id = router_id
+        self._rng = rng
+        self._clock = clock
+        self._placements = Placements()
+        self._clients: dict[PodKey, PodClient] = {}
+        self._watcher = RegistryWatcher(registry_url, cluster, self._updated, clock)
+        self._queue: WaitQueue[Placement] = WaitQueue(max_waiting, self._undo)
+        self.on_change: Callable[[], None] = lambda: None  # pods came, went or changed
+
+    async def start(self) -> None:
+        await self._watcher.start()
+
+    async def close(self) -> None:
+        """Requests must have ended."""
+        await self._watcher.close()
+        await self.background.close(CLOSE_S)
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()
+
+    # What there is.
+
+    def snapshot(self) -> Snapshot:
+        sightings = sorted(self._watcher.pods.sightings.items())
+        return Snapshot(tuple(self._view(sighting) for _, sighting in sightings))
+
+    def _view(self, sighting: Sighting) -> PodView:
+        pod = sighting.view
+        client = self._clients.get(pod.key)
+        correction = self._placements.correction(pod.key, since=sighting.seen_at - POLL_S)
+        return pod.corrected(correction, reachable=client is not None and client.reachable)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest sequence that some decode pod holds; None while there is none."""
+        lengths = (s.view.max_model_len for s in self._watcher.pods.sightings.values() if s.view.role == DECODE)
+        return max(lengths, default=None)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    # Placing work.
+
+    async def place(
+        self, owner: str, request: Callable[[], RoutingRequest], *, priority: int, wait_s: float
+    ) -> Placement:
+        """Decides and counts the work under `owner`, now or when it is this request's turn within `wait_s`.
+
+        `request` is asked anew for each try. Raises Overloaded with a retry delay, or what the policy refuses with.
+        """
+        tries = _Tries(self, owner, request)
+        asked = request()
+        is_picky = bool(asked.excluded) or asked.computes is not None
+        try:
+            return await self._queue.place(tries.next, priority=priority, is_picky=is_picky, wait_s=wait_s)
+        except TimeoutError:
+            raise tries.error(f"waited {wait_s:.1f} s: ") from None
+        except QueueFull:
+            raise tries.error(f"{self.num_waiting} requests are waiting: ") from None
+
+    def decide(self, request: RoutingRequest) -> RoutingDecision | Refusal:
+        return decide(request, self.snapshot(), self.prefixes, self._rng, self._clock())
+
+    def count(self, owner: str, request: RoutingRequest, decision: RoutingDecision) -> Placement:
+        """Counts the decision's work on its pods until `free_prefill` and `free_decode`."""
+        now, decode, prefill = self._clock(), decision.decode_pod, decision.prefill_pod
+        num_tokens = request.num_tokens - decision.predicted_cached_tokens
+        num_blocks = decode.blocks_for(request.num_tokens + 1)
+        decode_client = self._clients[decode.key]
+        assert isinstance(decode_client, DecodeClient), f"{decode.pod_id} is no decode pod"
+        if prefill is None:
+            self._placements.place(decode.key, owner, Correction(1, num_tokens, num_blocks), now)
+            self.prefixes.record(*decode.key, request.prefix_hashes)
+            return Placement(owner, decision, None, decode_client)
+        prefill_client = self._clients[prefill.key]
+        assert isinstance(prefill_client, PrefillClient), f"{prefill.pod_id} is no prefill pod"
+        self._placements.place(decode.key, owner, Correction(1, 0, num_blocks), now)
+        self._placements.place(prefill.key, owner, Correction(1, num_tokens, 0), now)
+        self.prefixes.record(*prefill.key, request.prefix_hashes)
+        return Placement(owner, decision, prefill_client, decode_client)
+
+    def free_prefill(self, placement: Placement) -> None:
+        if placement.prefill is not None:
+            self._placements.remove(placement.prefill.pod.key, placement.owner, self._clock())
+            self._queue.pump()
+
+    def free_decode(self, placement: Placement) -> None:
+        self._placements.remove(placement.decode.pod.key, placement.owner, self._clock())
+        self._queue.pump()
+
+    def _undo(self, placement: Placement) -> None:
+        """Its request went away in the moment in which it was placed."""
+        self.free_prefill(placement)
+        self.free_decode(placement)
+
+    # What changes.
+
+    def _updated(self) -> None:
+        """After each good poll of the registry: one client for each incarnation of each pod."""
+        sightings = self._watcher.pods.sightings.values()
+        for sighting in sightings:
+            key = sighting.view.key
+            if key not in self._clients:
+                self._clients[key] = self._connect(sighting.view)
+            self._clients[key].heard(sighting.seen_at - POLL_S)
+        live = {sighting.view.key for sighting in sightings}
+        for key in [key for key in self._clients if key not in live]:
+            self.prefixes.forget(key[0], key[1])
+            self.background.spawn(self._clients.pop(key).close(), f"close {key[0]}")
+        self._placements.forget(live)
+        self._changed()
+
+    def _connect(self, pod: PodView) -> PodClient:
+        if pod.role == DECODE:
+            return DecodeClient(pod, self._clock, self._router_id, self._changed)
+        return PrefillClient(pod, self._clock)
+
+    def _changed(self) -> None:
+        self._queue.pump()
+        self.on_change()
+
+    @property
+    def is_serving(self) -> bool:
+        """Some decode pod can be given work."""
+        return any(pod.role == DECODE and pod.reachable and not pod.draining for pod in self.snapshot())
+
+    def check_invariants(self, live_owners: set[str]) -> None:
+        """Raises AssertionError naming what is held for a request that is gone."""
+        self._placements.check_invariants(live_owners)
+        self.prefixes.check_invariants()
+        for client in self._clients.values():
+            if isinstance(client, DecodeClient):
+                client.tokens.check_invariants(live_owners)
+        if not live_owners:
+            calls = [call for client in self._clients.values() for call in client.calls]
+            assert len(calls) <= len(self.background), f"{len(calls)} calls to pods without a request"
+            assert self.num_waiting == 0, f"{self.num_waiting} waiters without a request"
+
+
+class _Tries:
+    """One request's tries to be placed; remembers why the last one failed."""
+
+    def __init__(self, cluster: Cluster, owner: str, request: Callable[[], RoutingRequest]) -> None:
+        self._cluster = cluster
+        self._owner = owner
+        self._request = request
+        self._refusal: Refusal | None = None
+
+    def next(self) -> Placement | None:
+        """None: there is no room now. Raises the policy's error when waiting cannot help."""
+        request = self._request()
+        outcome = self._cluster.decide(request)
+        if isinstance(outcome, RoutingDecision):
+            return self._cluster.count(self._owner, request, outcome)
+        self._refusal = outcome
+        if not outcome.can_wait:
+            raise self.error("")
+        return None
+
+    def error(self, prefix: str) -> PdserveError:
+        """The last refusal as what the client is told; whoever gave up behind others in the queue has none."""
+        refusal = self._refusal or Refusal(common_pb2.ERROR_KIND_OVERLOADED, "others are first", True, QUEUE_RETRY_MS)
+        info = common_pb2.ErrorInfo(
+            kind=refusal.kind, message=prefix + refusal.message, retry_after_ms=refusal.retry_after_ms
+        )
+        return from_info(info)

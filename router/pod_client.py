@@ -1,0 +1,155 @@
+"""Calls to one incarnation (id and epoch) of one pod. Everything that goes wrong comes out as a `PdserveError`.
+
+A status that the pod did not raise itself (a dead process, a broken link, a timeout of ours) is `PodUnavailable` with
+this pod's id. A pod that is lost fails every call under way at once: gRPC alone would wait for a hung process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import grpc.aio
+
+from proto import pods_pb2, pods_pb2_grpc
+from proto.errors import TRAILER, PdserveError, PodUnavailable, from_rpc
+from proto.service import channel
+from router.snapshot import PodView
+from router.token_stream import StreamReader
+
+log = logging.getLogger(__name__)
+
+CALL_S = 3.0  # any call that does not wait for work
+Response = TypeVar("Response")
+
+
+class PodCall(Generic[Response]):
+    """A call under way."""
+
+    def __init__(self, client: PodClient, call: Any) -> None:
+        self._client = client
+        self._call = call
+        self._lost: str | None = None
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def lose(self, why: str) -> None:
+        """The pod is lost: `result()` raises PodUnavailable now."""
+        self._lost = why
+        self._call.cancel()
+
+    async def result(self) -> Response:
+        try:
+            response: Response = await self._call
+        except grpc.aio.AioRpcError as error:
+            raise self._client.error_of(error) from None
+        except asyncio.CancelledError:
+            if self._lost is None or _current_task_is_cancelled():
+                raise
+            raise PodUnavailable(self._lost, pod_id=self._client.pod.pod_id) from None
+        else:
+            return response
+        finally:
+            self._client.calls.discard(self)
+
+
+def _current_task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class PodClient:
+    """What clients of both roles share."""
+
+    def __init__(self, pod: PodView, clock: Callable[[], float]) -> None:
+        self.pod = pod
+        self.calls: set[PodCall[Any]] = set()
+        self._clock = clock
+        self._failed_at: float | None = None  # it did not answer then, and has not been heard of since
+        self._channel = channel(pod.address)
+
+    def call(self, method: Any, request: Any, timeout_s: float | None = CALL_S) -> PodCall[Any]:
+        call: PodCall[Any] = PodCall(self, method(request, timeout=timeout_s))
+        self.calls.add(call)
+        return call
+
+    def error_of(self, error: grpc.aio.AioRpcError) -> PdserveError:
+        if any(key == TRAILER for key, _ in error.trailing_metadata() or ()):
+            return from_rpc(error, self.pod.pod_id)
+        self._failed_at = self._clock()
+        why = f"pod {self.pod.pod_id}: {error.code().name}: {error.details()}"
+        return PodUnavailable(why, pod_id=self.pod.pod_id)
+
+    def lose(self, why: str) -> None:
+        """Fails all calls under way: the pod is gone, or does not speak."""
+        self._failed_at = self._clock()
+        for call in list(self.calls):
+            call.lose(f"pod {self.pod.pod_id}: {why}")
+
+    def heard(self, beat_at: float) -> None:
+        """The pod's last heartbeat was not made before `beat_at`: if that is after its failure, it gets work again."""
+        if self._failed_at is not None and beat_at > self._failed_at:
+            self._failed_at = None
+
+    @property
+    def reachable(self) -> bool:
+        return self._failed_at is None
+
+    async def close(self) -> None:
+        self.lose("the connection was closed")
+        await self._channel.close()
+
+
+class PrefillClient(PodClient):
+    def __init__(self, pod: PodView, clock: Callable[[], float]) -> None:
+        super().__init__(pod, clock)
+        self._stub: pods_pb2_grpc.PrefillPodAsyncStub = pods_pb2_grpc.PrefillPodStub(self._channel)
+
+    def prefill(self, request: pods_pb2.PrefillRequest) -> PodCall[pods_pb2.PrefillResponse]:
+        """Takes as long as the prompt needs. Cancelling it frees everything on the pod."""
+        return self.call(self._stub.Prefill, request, timeout_s=None)
+
+    async def release_lease(self, lease_id: str) -> None:
+        request = pods_pb2.ReleaseLeaseRequest(lease_id=lease_id, epoch=self.pod.epoch)
+        await self.call(self._stub.ReleaseLease, request).result()
+
+
+class DecodeClient(PodClient):
+    """Also owns the pod's token stream."""
+
+    def __init__(self, pod: PodView, clock: Callable[[], float], router_id: str, on_change: Callable[[], None]) -> None:
+        """`on_change` is called whenever the token stream came up or broke."""
+        super().__init__(pod, clock)
+        self._stub: pods_pb2_grpc.DecodePodAsyncStub = pods_pb2_grpc.DecodePodStub(self._channel)
+        self._on_change = on_change
+        self.tokens = StreamReader(pod, router_id, self._stub, self.abort, self._stream_changed)
+
+    def _stream_changed(self, broken: str | None) -> None:
+        if broken is not None:
+            self.lose(broken)
+        self._on_change()
+
+    @property
+    def reachable(self) -> bool:
+        return self.tokens.connected
+
+    def reserve(self, request: pods_pb2.ReserveRequest) -> PodCall[pods_pb2.Credit]:
+        return self.call(self._stub.Reserve, request, request.wait_ms / 1000 + CALL_S)
+
+    def start(self, request: pods_pb2.StartDecodeRequest) -> PodCall[pods_pb2.StartDecodeResponse]:
+        return self.call(self._stub.StartDecode, request)
+
+    async def release_credit(self, credit_id: str) -> None:
+        request = pods_pb2.ReleaseCreditRequest(credit_id=credit_id, epoch=self.pod.epoch)
+        await self.call(self._stub.ReleaseCredit, request).result()
+
+    async def abort(self, sequence_id: str) -> None:
+        request = pods_pb2.AbortSequenceRequest(sequence_id=sequence_id)
+        await self.call(self._stub.AbortSequence, request).result()
+
+    async def close(self) -> None:
+        await self.tokens.close()
+        await super().close()

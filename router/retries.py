@@ -1,0 +1,69 @@
+"""What a request remembers of its failed attempts: pods to avoid, whether to try again, how long it may wait. Pure."""
+
+from __future__ import annotations
+
+from proto.errors import InternalError, PdserveError, PodUnavailable
+from router.failures import Leg, judge
+from router.lifecycle import State
+from router.policy import RoutingDecision
+from router.snapshot import PodKey
+
+MAX_FAILURES = 5  # attempts; a pod that was merely full does not count
+MAX_BUGS = 2  # of them internal errors: a request that breaks engines must not visit them all
+BUSY_S = 0.2  # for so long a pod that had no room is not asked again
+DEADLINE_MARGIN_S = 0.05  # before the client's own timer, so that it hears why
+
+
+class Retries:
+    """Owned by one request. Times are seconds of one monotonic clock."""
+
+    def __init__(self, queue_wait_s: float, deadline: float | None) -> None:
+        self.avoid: frozenset[PodKey] = frozenset()
+        self._queue_wait_s = queue_wait_s
+        self._deadline = deadline
+        self._num_failures = 0
+        self._num_bugs = 0
+        self._busy: dict[PodKey, float] = {}
+        self._wait_until: float | None = None
+        self._last_failure: PdserveError | None = None
+
+    def busy(self, now: float) -> frozenset[PodKey]:
+        return frozenset(key for key, until in self._busy.items() if until > now)
+
+    def wait_s(self, now: float) -> float:
+        """How long the request may now wait for room: up to its deadline or, without one, queue_wait_s in all."""
+        if self._wait_until is None:
+            until = now + self._queue_wait_s if self._deadline is None else self._deadline - DEADLINE_MARGIN_S
+            self._wait_until = until
+        return max(0.0, self._wait_until - now)
+
+    def progressed(self) -> None:
+        """A pod computed something for it: the next wait is a new one."""
+        self._wait_until = None
+
+    def should_retry(self, state: State, error: PdserveError, decision: RoutingDecision, now: float) -> bool:
+        """Records that an attempt with `decision` ended in `state` with `error`."""
+        verdict = judge(state, error)
+        if (busy := _key(verdict.busy, decision)) is not None:
+            self._busy[busy] = now + BUSY_S
+            return True
+        if (avoid := _key(verdict.avoid, decision)) is not None:
+            self.avoid |= {avoid}
+        self._num_failures += 1
+        self._num_bugs += isinstance(error, InternalError)
+        self._last_failure = error
+        return verdict.retry and self._num_failures < MAX_FAILURES and self._num_bugs < MAX_BUGS
+
+    def explain(self, refusal: PdserveError) -> PdserveError:
+        """What the client is told when no pod was found: a replay fails for what happened before, not for the queue."""
+        if self._last_failure is None:
+            return refusal
+        cause = self._last_failure
+        return PodUnavailable(f"{cause.message}; to go on elsewhere: {refusal.message}", pod_id=cause.pod_id)
+
+
+def _key(leg: Leg | None, decision: RoutingDecision) -> PodKey | None:
+    if leg is None:
+        return None
+    pod = decision.decode_pod if leg is Leg.DECODE else decision.prefill_pod
+    return None if pod is None else pod.key

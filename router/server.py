@@ -1,0 +1,192 @@
+"""The router's gRPC front door, and the assembly of one router from its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from random import Random
+from typing import Any
+
+import grpc.aio
+from prometheus_client import start_http_server
+
+from proto import inference_pb2, inference_pb2_grpc
+from proto.errors import Cancelled, NotFound, PdserveError, abort
+from proto.service import Server
+from router.cluster import Cluster
+from router.metrics import RouterMetrics
+from router.model import load_model
+from router.request import Request, Services
+from router.settings import RouterSettings
+from router.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+MAX_TIMELINES = 1000
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RequestTable:
+    """The live requests with their tasks, and the ledgers of the last MAX_TIMELINES."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, tuple[Request, asyncio.Task[None]]] = {}
+        self._ledgers: OrderedDict[str, inference_pb2.Ledger] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def start(self, request: Request, emit: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(request.run(emit), name=f"request {request.id}")
+        self._live[request.id] = request, task
+        task.add_done_callback(lambda _: self._ended(request))
+        return task
+
+    def _ended(self, request: Request) -> None:
+        del self._live[request.id]
+        self._ledgers[request.id] = request.ledger()
+        while len(self._ledgers) > MAX_TIMELINES:
+            self._ledgers.popitem(last=False)
+
+    def abort(self, request_id: str) -> bool:
+        entry = self._live.get(request_id)
+        return entry is not None and entry[1].cancel()
+
+    def timeline(self, request_id: str) -> inference_pb2.Ledger | None:
+        """Of a request that has ended; the most recent one for ""."""
+        if not request_id and self._ledgers:
+            return next(reversed(self._ledgers.values()))
+        return self._ledgers.get(request_id)
+
+    def states(self) -> list[str]:
+        return [request.state.value for request, _ in self._live.values()]
+
+    def check_invariants(self, cluster: Cluster) -> None:
+        """Raises AssertionError naming a request without its task, or what is held for one that is gone."""
+        for request, task in self._live.values():
+            assert not task.done(), f"request {request.id} ({request.state.value}) has no task"
+        cluster.check_invariants({request.sequence_id for request, _ in self._live.values()})
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, services: Services, requests: RequestTable) -> None:
+        self._services = services
+        self._requests = requests
+        self._created = int(time.time())
+
+    async def Generate(  # type: ignore[override]  # the stub knows generators only
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """Writes, instead of being a generator, because a client that goes away must be noticed at once."""
+        timeout_s = context.time_remaining()
+        served = Request(self._services, uuid.uuid4().hex, request, timeout_s)
+        task = self._requests.start(served, context.write)
+        try:
+            await task
+        except PdserveError as error:
+            await abort(context, error)
+        except asyncio.CancelledError:
+            if not task.cancelled() or context.cancelled():
+                raise
+            await abort(context, Cancelled(f"request {served.id} was aborted"))
+
+    async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
+        return inference_pb2.AbortResponse(found=self._requests.abort(request.request_id))
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        model, cluster = self._services.model, self._services.cluster
+        length = min(model.max_model_len, cluster.max_model_len or model.max_model_len)
+        served = inference_pb2.Model(id=model.name, max_model_len=length, created=self._created)
+        return inference_pb2.ListModelsResponse(models=[served])
+
+    async def GetTimeline(self, request: inference_pb2.GetTimelineRequest, context: Context) -> inference_pb2.Ledger:
+        ledger = self._requests.timeline(request.request_id)
+        if ledger is None:
+            wanted = f"request_id = {request.request_id!r}" if request.request_id else "request_id = ''"
+            known = f"must be the server's id of one of the last {MAX_TIMELINES} requests that have ended"
+            await abort(context, NotFound(f"{wanted}: {known}", field="request_id"))
+        return ledger
+
+
+class Router:
+    """One router process (or, in tests, one of several in a process). `await start()`, later `await stop()`."""
+
+    def __init__(self, settings: RouterSettings, rng: Random | None = None) -> None:
+        """Loads the tokenizer. Raises router.model.ModelError."""
+        rng = rng or Random(uuid.uuid4().int)
+        self._settings = settings
+        self.requests = RequestTable()
+        self.cluster = Cluster(
+            registry_url=settings.registry_url,
+            cluster=settings.cluster,
+            router_id=f"router-{uuid.uuid4().hex}",
+            max_waiting=settings.max_waiting,
+            rng=rng,
+        )
+        self.metrics = RouterMetrics(self.requests.states, self.cluster.snapshot)
+        self.services = Services(
+            model=load_model(settings.model, settings.served_model_name),
+            tokenizer=load_tokenizer(settings.model),
+            cluster=self.cluster,
+            metrics=self.metrics,
+            rng=rng,
+            queue_wait_s=settings.queue_wait_s,
+        )
+        self._server = Server([SERVICE_NAME])
+        self._pods_changed = asyncio.Event()
+        self._health: asyncio.Task[None] | None = None
+        self._stop_metrics: Any = lambda: None
+        self.metrics_address = ""
+
+    @property
+    def address(self) -> str:
+        return f"{self._settings.host}:{self._server.port}"
+
+    async def start(self) -> None:
+        """Raises OSError when a port is taken. Health says SERVING from when a decode pod can be given work."""
+        service = InferenceService(self.services, self.requests)
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, self._server.grpc)
+        await self._server.set_serving(False)
+        await self._server.start(self._settings.host, self._settings.port)
+        self._serve_metrics()
+        self.cluster.on_change = self._pods_changed.set
+        self._health = asyncio.create_task(self._keep_health(), name="health")
+        await self.cluster.start()
+
+    async def stop(self) -> None:
+        """Refuses new requests, lets running ones finish for stop_grace_s, then cancels them."""
+        if self._health is not None:
+            self._health.cancel()
+            await asyncio.wait([self._health])
+        await self._server.stop(self._settings.stop_grace_s)
+        await self.cluster.close()
+        self._stop_metrics()
+
+    def check_invariants(self) -> None:
+        self.requests.check_invariants(self.cluster)
+
+    def _serve_metrics(self) -> None:
+        server, thread = start_http_server(self._settings.metrics_port, self._settings.host, self.metrics.registry)
+        self.metrics_address = f"{self._settings.host}:{server.server_port}"
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        self._stop_metrics = stop
+
+    async def _keep_health(self) -> None:
+        while True:
+            await self._pods_changed.wait()
+            self._pods_changed.clear()
+            with contextlib.suppress(grpc.aio.UsageError):
+                await self._server.set_serving(self.cluster.is_serving)

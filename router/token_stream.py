@@ -1,0 +1,156 @@
+"""The one stream of tokens from a decode pod, taken apart into one queue for each sequence.
+
+The stream is opened as soon as the pod is known and again whenever it breaks. Every connection has a router id of its
+own, so nothing that was started for a broken one can speak into its successor. When it breaks, stays silent for
+SILENCE_S (the pod beats every 0.5 s) or speaks for another epoch, every sequence on it fails. Tokens of a sequence
+that nobody waits for (its pod was given up and came back, say) are discarded, and the pod is told once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+import grpc.aio
+
+from proto import pods_pb2, pods_pb2_grpc
+from proto.errors import PdserveError, PodUnavailable, from_rpc
+from router.background import Background
+from router.snapshot import PodView
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 2.0
+FIRST_RETRY_S, MAX_RETRY_S = 0.05, 1.0
+MAX_REMEMBERED = 4096  # closed sequences, whose last tokens may still be on their way
+
+
+class SequenceStream:
+    """The messages of one sequence, in order."""
+
+    def __init__(self, sequence_id: str) -> None:
+        self.sequence_id = sequence_id
+        self._queue: asyncio.Queue[pods_pb2.SequenceTokens | PdserveError] = asyncio.Queue()
+
+    def put(self, item: pods_pb2.SequenceTokens | PdserveError) -> None:
+        self._queue.put_nowait(item)
+
+    async def next(self) -> pods_pb2.SequenceTokens:
+        """Raises PodUnavailable once the stream has broken."""
+        item = await self._queue.get()
+        if isinstance(item, PdserveError):
+            raise item
+        return item
+
+
+class StreamReader:
+    """Owned by one DecodeClient. `abort` tells the pod; `on_change` hears why a connection broke, or None: it is up."""
+
+    def __init__(
+        self,
+        pod: PodView,
+        router_id: str,
+        stub: pods_pb2_grpc.DecodePodAsyncStub,
+        abort: Callable[[str], Awaitable[None]],
+        on_change: Callable[[str | None], None],
+    ) -> None:
+        self.connected = False
+        self.router_id = ""  # of the present connection
+        self.num_discarded = 0
+        self._pod = pod
+        self._router_ids = (f"{router_id}/{number}" for number in itertools.count(1))
+        self._stub = stub
+        self._abort = abort
+        self._on_change = on_change
+        self._open: dict[str, SequenceStream] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._background = Background()
+        self._task = asyncio.create_task(self._run(), name=f"tokens of {pod.pod_id}")
+
+    def open(self, sequence_id: str) -> SequenceStream:
+        """Where this sequence's tokens will arrive. Raises PodUnavailable while there is no connection."""
+        if not self.connected:
+            raise PodUnavailable(f"pod {self._pod.pod_id}: no token stream", pod_id=self._pod.pod_id)
+        stream = self._open[sequence_id] = SequenceStream(sequence_id)
+        return stream
+
+    def close_sequence(self, sequence_id: str) -> None:
+        """Tokens that still come are discarded. Idempotent."""
+        if self._open.pop(sequence_id, None) is not None:
+            self._remember(sequence_id)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._break("the connection was closed")
+        await self._background.close(grace_s=0)
+
+    def check_invariants(self, live: set[str]) -> None:
+        """Raises AssertionError naming a sequence whose request is gone."""
+        assert self._open.keys() <= live, f"streams without a request: {sorted(self._open.keys() - live)}"
+
+    async def _run(self) -> None:
+        retry_s = FIRST_RETRY_S
+        while True:
+            why = await self._read()
+            retry_s = FIRST_RETRY_S if self.connected else min(2 * retry_s, MAX_RETRY_S)
+            self._break(why)
+            await asyncio.sleep(retry_s)
+
+    async def _read(self) -> str:
+        """Reads one connection to its end, and returns why it ended."""
+        self.router_id = next(self._router_ids)
+        call = self._stub.StreamTokens(pods_pb2.StreamTokensRequest(router_id=self.router_id))
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    message = await call.read()
+                if not isinstance(message, pods_pb2.StepTokens):  # grpc.aio.EOF
+                    return "the pod ended the token stream"
+                if message.epoch != self._pod.epoch:
+                    return f"another epoch answers at {self._pod.address}: {message.epoch} != {self._pod.epoch}"
+                self._deliver(message)
+        except TimeoutError:
+            return f"no word on the token stream for {SILENCE_S} s"
+        except grpc.aio.AioRpcError as error:
+            return f"the token stream broke: {from_rpc(error).message}"
+        finally:
+            call.cancel()
+
+    def _deliver(self, message: pods_pb2.StepTokens) -> None:
+        if not self.connected:
+            log.info("pod %s: token stream is up", self._pod.pod_id)
+            self.connected = True
+            self._on_change(None)
+        for tokens in message.sequences:
+            if (stream := self._open.get(tokens.sequence_id)) is not None:
+                stream.put(tokens)
+            else:
+                self._discard(tokens.sequence_id)
+
+    def _discard(self, sequence_id: str) -> None:
+        self.num_discarded += 1
+        if sequence_id not in self._closed:
+            self._remember(sequence_id)
+            self._background.spawn(self._tell(sequence_id), f"abort unknown {sequence_id}")
+
+    async def _tell(self, sequence_id: str) -> None:
+        await self._abort(sequence_id)
+
+    def _remember(self, sequence_id: str) -> None:
+        self._closed[sequence_id] = None
+        while len(self._closed) > MAX_REMEMBERED:
+            self._closed.popitem(last=False)
+
+    def _break(self, why: str) -> None:
+        if not self.connected:
+            return
+        log.warning("pod %s: %s; %d sequences on it", self._pod.pod_id, why, len(self._open))
+        self.connected = False
+        error = PodUnavailable(f"pod {self._pod.pod_id}: {why}", pod_id=self._pod.pod_id)
+        for stream in self._open.values():
+            stream.put(error)
+        self._on_change(why)
