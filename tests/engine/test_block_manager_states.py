@@ -192,7 +192,7 @@ def explore(max_examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None
 
 
 def test_any_order_of_calls() -> None:
-    explore(120)
+    explore(100)
 
 
 def take_without_growing_the_generation(self: BlockManager) -> int:

@@ -49,7 +49,7 @@ class TwoPods(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.prefill = FakePod(7, BLOCK_SIZE, max_num_seqs=3, max_batched_tokens=5)
-        self.decode = FakePod(9, BLOCK_SIZE, max_num_seqs=3, max_batched_tokens=5)
+        self.decode = FakePod(12, BLOCK_SIZE, max_num_seqs=4, max_batched_tokens=5)
         self.oracle = Oracle()
         self.requests: dict[str, Request] = {}
         self.num_names = 0
@@ -81,8 +81,12 @@ class TwoPods(RuleBasedStateMachine):
         if request is not None:
             request.reservation = self.decode.core.reserve(request.spec)
 
-    @rule()
-    def step_prefill(self) -> None:
+    @rule(count=st.integers(1, 4))
+    def run_prefill(self, count: int) -> None:
+        for _ in range(count):
+            self._step_prefill()
+
+    def _step_prefill(self) -> None:
         events = self.prefill.step()
         self.oracle.see(events)
         for event in events:
@@ -93,9 +97,10 @@ class TwoPods(RuleBasedStateMachine):
             else:
                 self._forget(request)
 
-    @rule()
-    def step_decode(self) -> None:
-        self.oracle.see(self.decode.step())
+    @rule(count=st.integers(1, 8))
+    def run_decode(self, count: int) -> None:
+        for _ in range(count):
+            self.oracle.see(self.decode.step())
 
     @rule(choice=CHOICES)
     def lease_expires(self, choice: int) -> None:
@@ -125,7 +130,7 @@ class TwoPods(RuleBasedStateMachine):
         first = reservation.num_cached // BLOCK_SIZE
         for remote, local in list(zip(handoff.block_ids, reservation.block_ids, strict=False))[first:]:
             if is_slow:
-                self.step_prefill()
+                self._step_prefill()
             self.decode.kv_blocks[local] = self.prefill.kv_blocks[remote]
         seen = [int(self.prefill.generations[block]) for block in handoff.block_ids[first:]]
         return seen == list(handoff.generations[first:])
@@ -179,7 +184,7 @@ def explore(max_examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None
 
 
 def test_any_order_of_calls() -> None:
-    explore(150)
+    explore(100)
 
 
 def take_without_growing_the_generation(self: BlockManager) -> int:
@@ -211,7 +216,6 @@ def table_with_two_blocks_swapped(self: BlockManager, sequence_id: str) -> tuple
 @pytest.mark.parametrize(
     ("owner", "method", "planted"),
     [
-        (BlockManager, "_take", take_without_growing_the_generation),
         (BlockManager, "allocate", allocate_and_name_at_once),
         (BlockManager, "table", table_with_two_blocks_swapped),
         (FakeRunner, "execute", execute_without_copies),
@@ -223,3 +227,22 @@ def test_a_planted_bug_gives_a_wrong_answer(
     monkeypatch.setattr(owner, method, planted)
     with pytest.raises(AssertionError, match="is wrong"):
         explore(400, (Phase.generate,))
+
+
+def hand_off_after_the_lease_expired() -> None:
+    """The prefill pod gives the blocks to another prompt, then the decode pod reads them."""
+    machine = TwoPods()
+    machine.add_disaggregated(spec("", (3, 4, 5, 90), max_tokens=5), credit_first=True)
+    machine.run_prefill(1)
+    machine.lease_expires(0)
+    machine.add_disaggregated(spec("", range(20, 34)), credit_first=False)
+    machine.run_prefill(4)
+    machine.hand_off(0, is_slow=False)
+    machine.teardown()
+
+
+def test_a_stale_block_is_recognised_by_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_off_after_the_lease_expired()
+    monkeypatch.setattr(BlockManager, "_take", take_without_growing_the_generation)
+    with pytest.raises(AssertionError, match="token 1 is wrong"):
+        hand_off_after_the_lease_expired()

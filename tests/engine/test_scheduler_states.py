@@ -132,5 +132,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 def test_any_order_of_calls() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
-        settings=settings(max_examples=120, stateful_step_count=50, deadline=None, derandomize=True),
+        settings=settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True),
     )
