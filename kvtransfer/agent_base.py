@@ -59,16 +59,17 @@ class AgentBase:
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
-        return [t.name for t in PLUGINS[backend].mem_types] if backend in PLUGINS else []
+        """Empty, with a warning, for an unknown one; so do the next three."""
+        return [t.name for t in PLUGINS[backend].mem_types] if has(PLUGINS, backend) else []
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
-        return PLUGINS[backend].plugin_params() if backend in PLUGINS else {}
+        return PLUGINS[backend].plugin_params() if has(PLUGINS, backend) else {}
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
-        return [t.name for t in self.backends[backend].mem_types] if backend in self.backends else []
+        return [t.name for t in self.backends[backend].mem_types] if has(self.backends, backend) else []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
-        return self.backends[backend].params() if backend in self.backends else {}
+        return self.backends[backend].params() if has(self.backends, backend) else {}
 
     def create_backend(self, backend: str, initParams: Mapping[str, str] | None = None) -> None:
         """Raises nixlNotFoundError for an unknown plugin, nixlInvalidParamError for parameters or when it exists."""
@@ -243,6 +244,12 @@ class AgentBase:
 
 def unsupported(method: str) -> nixlNotSupportedError:
     return nixlNotSupportedError(f"{method}: needs a metadata server or GPU memory views, which no backend here has")
+
+
+def has(table: Mapping[str, object], backend: str) -> bool:
+    if backend not in table:
+        logger.warning("Backend %s is not available; there is: %s", backend, ", ".join(table) or "none")
+    return backend in table
 
 
 def checked(value: object, kind: type[T]) -> T:

@@ -49,6 +49,7 @@ class Peers:
         task = self._peers.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self._peers[key] = asyncio.create_task(self._connect(handoff.source_address, key))
+            task.add_done_callback(retrieve)
         return await asyncio.shield(task)
 
     async def _connect(self, address: str, key: PeerKey) -> Peer:
@@ -95,10 +96,19 @@ class Peers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def retrieve(task: asyncio.Task[Peer]) -> None:
+    """Marks a failure as seen: when every user was cancelled, nobody is left to hear of it."""
+    if not task.cancelled():
+        task.exception()
+
+
 def checked_peer(answer: kv_pb2.GetAgentMetadataResponse) -> Peer:
     """Raises PeerLost when the answer makes no sense."""
     try:
         layout = KVLayout.from_proto(answer.layout)
+        end = max(answer.kv_base_address, answer.generation_base_address) + answer.num_blocks * layout.block_bytes
+        if answer.num_blocks < 1 or answer.block_bytes != layout.block_bytes or end > 1 << 64:
+            raise ValueError(f"{answer.num_blocks} blocks of {answer.block_bytes} bytes do not fit its layout")
     except ValueError as error:
         raise PeerLost(f"pod {answer.pod_id!r}: {error}", pod_id=answer.pod_id) from None
     return Peer(

@@ -95,8 +95,8 @@ class Puller:
         """Fills local_block_ids[i] with the hand-off's block i, but for those that hold cached tokens only.
 
         Returns or raises, also when cancelled, only when no byte can land in the blocks any more; and releases the
-        lease in the background, unless the pod is lost. Raises LayoutMismatch, LeaseExpired, PeerLost; InternalError for a
-        hand-off or blocks that do not add up, and after close().
+        lease in the background, unless the pod is lost. Raises LayoutMismatch, LeaseExpired, PeerLost; InternalError
+        for a hand-off or blocks that do not add up, and after close().
         """
         started_at = self._clock()
         if self._closed:
@@ -135,11 +135,12 @@ class Puller:
             return
         renewing = asyncio.create_task(self._renew(handoff))
         try:
+            peer = await self._peers.get(handoff)
+            check_layouts(self._endpoint, peer, handoff)
+            check_blocks(plan, peer)
+            transfer.on(Event.CONNECTED)
             async with self._slots:
                 transfer.on(Event.ADMITTED)
-                peer = await self._peers.get(handoff)
-                check_layouts(self._endpoint, peer, handoff)
-                transfer.on(Event.CONNECTED)
                 await self._read(transfer, plan, peer)
         finally:
             renewing.cancel()
@@ -235,10 +236,12 @@ class Puller:
         )
 
     async def close(self) -> None:
-        """Waits for the releases under way; running pulls must have been cancelled or finished before."""
+        """Waits for the releases under way, for `timeout_s` at most. Pulls must have returned or raised before."""
         self._closed = True
-        while self._background:
-            await asyncio.wait(self._background)
+        if self._background:
+            _, late = await asyncio.wait(self._background, timeout=self._timeout_s)
+            for task in late:
+                task.cancel()
         await self._peers.close()
         for threads in (self._threads, self._control):
             await asyncio.get_running_loop().run_in_executor(None, threads.shutdown)
@@ -249,6 +252,13 @@ def descriptor_rows(addresses: Sequence[int], lengths: Sequence[int]) -> Rows:
     rows = np.zeros((len(addresses), 3), np.uint64)
     rows[:, 0], rows[:, 1] = addresses, lengths
     return rows
+
+
+def check_blocks(plan: PullPlan, peer: Peer) -> None:
+    """Raises InternalError for a block that the source does not have."""
+    for block in plan.expected:
+        if not 0 <= block < peer.num_blocks:
+            raise InternalError(f"block_id = {block} in the hand-off: pod {peer.pod_id!r} has {peer.num_blocks} blocks")
 
 
 def check_layouts(endpoint: KVEndpoint, peer: Peer, handoff: kv_pb2.KVHandoff) -> None:

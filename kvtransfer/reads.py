@@ -32,28 +32,44 @@ class Reader:
         """Posts all and returns when all have landed. When one fails, time is up or the caller is cancelled, the
         others are stopped, and it raises only when all have settled: nixlError, TimeoutError, CancelledError."""
         stop = asyncio.Event()
+        for _ in handles:
+            transfer.read_posted()
         reads = [asyncio.create_task(self._read(transfer, handle, stop)) for handle in handles]
         try:
-            _, unfinished = await asyncio.wait(reads, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            transfer.fail()
+            raise
         finally:
             stop.set()
             await outlast(reads)
-        for read in reads:
+        for read in done:  # not in `reads`: those that were stopped did not fail by themselves
             read.result()
-        if unfinished:
-            raise TimeoutError(f"{len(unfinished)} of {len(reads)} reads did not finish within {self.timeout_s} s")
 
     async def _read(self, transfer: Transfer, handle: XferHandle, stop: asyncio.Event) -> None:
-        transfer.read_posted()
+        """Returns or raises only when the read has settled."""
         try:
             post = asyncio.get_running_loop().run_in_executor(self.threads, self.agent.transfer, handle)
             await outlast([post])
             post.result()
-            while not handle.done() and not stop.is_set():
-                await self.sleep(POLL_S)
-            await self._settle(handle)
+            await self._finish(transfer, handle, stop)
+        except BaseException:
+            transfer.fail()
+            raise
         finally:
             transfer.read_settled()
+
+    async def _finish(self, transfer: Transfer, handle: XferHandle, stop: asyncio.Event) -> None:
+        """Raises TimeoutError when it had to be stopped for want of time."""
+        deadline = self.clock() + self.timeout_s
+        while not handle.done() and not stop.is_set() and self.clock() < deadline:
+            await self.sleep(POLL_S)
+        finished = handle.done()
+        if not finished:
+            transfer.fail()
+        await self._settle(handle)
+        if not finished and not stop.is_set():
+            raise TimeoutError(f"a read did not finish within {self.timeout_s} s")
 
     async def _settle(self, handle: XferHandle) -> None:
         """Frees the handle; cancels the read if it is in progress. Over when no byte of it can land any more."""

@@ -1,8 +1,8 @@
 """One pull as a state machine, and what it reads. Pure: `puller.py` does what the states ask for.
 
-    WAITING ── ADMITTED ──> CONNECTING ── CONNECTED ──> READING ── ALL_LANDED ──> VERIFYING ── VERIFIED ──> DONE
+    CONNECTING ── CONNECTED ──> WAITING ── ADMITTED ──> READING ── ALL_LANDED ──> VERIFYING ── VERIFIED ──> DONE
        │  └─ NOTHING_TO_READ ──────────────────────────────────────────────────────────────────────────────> DONE
-       └───── FAILED (also from CONNECTING) ──> LOST        FAILED ──> SETTLING ── ALL_SETTLED ──> LOST
+       └───── FAILED (also from WAITING) ──> LOST           FAILED ──> SETTLING ── ALL_SETTLED ──> LOST
 
 A destination block is quarantined from the first posted read until the last one has settled: while any read is in
 flight its bytes may land, whatever became of the request. Only DONE and LOST give the blocks back.
@@ -20,8 +20,8 @@ from proto.errors import InternalError, LayoutMismatch
 
 
 class State(enum.Enum):
-    WAITING = "in line for a slot: owns nothing"
-    CONNECTING = "owns a slot"
+    CONNECTING = "owns nothing"
+    WAITING = "in line for a slot: owns nothing yet, so that a sick source holds up no other transfer"
     READING = "owns a slot, the reads in flight and the destination blocks"
     VERIFYING = "likewise; all KV has landed and the generation numbers are being read"
     SETTLING = "likewise; it has failed, and its reads in flight are being stopped"
@@ -30,9 +30,9 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    ADMITTED = enum.auto()
     NOTHING_TO_READ = enum.auto()
     CONNECTED = enum.auto()
+    ADMITTED = enum.auto()
     ALL_LANDED = enum.auto()
     VERIFIED = enum.auto()
     FAILED = enum.auto()
@@ -40,11 +40,11 @@ class Event(enum.Enum):
 
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.WAITING, Event.ADMITTED): State.CONNECTING,
-    (State.WAITING, Event.NOTHING_TO_READ): State.DONE,
-    (State.WAITING, Event.FAILED): State.LOST,
-    (State.CONNECTING, Event.CONNECTED): State.READING,
+    (State.CONNECTING, Event.NOTHING_TO_READ): State.DONE,
+    (State.CONNECTING, Event.CONNECTED): State.WAITING,
     (State.CONNECTING, Event.FAILED): State.LOST,
+    (State.WAITING, Event.ADMITTED): State.READING,
+    (State.WAITING, Event.FAILED): State.LOST,
     (State.READING, Event.ALL_LANDED): State.VERIFYING,
     (State.READING, Event.FAILED): State.SETTLING,
     (State.VERIFYING, Event.VERIFIED): State.DONE,
@@ -62,7 +62,7 @@ class Transfer:
 
     sequence_id: str
     local_block_ids: frozenset[int]
-    state: State = State.WAITING
+    state: State = State.CONNECTING
     num_in_flight: int = 0
 
     def on(self, event: Event) -> None:
