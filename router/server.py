@@ -12,10 +12,10 @@ from random import Random
 from typing import Any
 
 import grpc.aio
-from prometheus_client import start_http_server
 
 from proto import inference_pb2, inference_pb2_grpc
 from proto.errors import Cancelled, NotFound, PdserveError, abort
+from proto.metrics_server import MetricsServer
 from proto.service import Server
 from router.cluster import Cluster
 from router.metrics import RouterMetrics
@@ -143,7 +143,7 @@ class Router:
         self._server = Server([SERVICE_NAME])
         self._pods_changed = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
-        self._stop_metrics: Any = lambda: None
+        self._metrics_server = MetricsServer(self.metrics.registry)
         self.metrics_address = ""
 
     @property
@@ -156,7 +156,8 @@ class Router:
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self._server.grpc)
         await self._server.set_serving(False)
         await self._server.start(self._settings.host, self._settings.port)
-        self._serve_metrics()
+        port = await self._metrics_server.start(self._settings.host, self._settings.metrics_port)
+        self.metrics_address = f"{self._settings.host}:{port}"
         self.cluster.on_change = self._pods_changed.set
         self._health = asyncio.create_task(self._keep_health(), name="health")
         await self.cluster.start()
@@ -168,21 +169,10 @@ class Router:
             await asyncio.wait([self._health])
         await self._server.stop(self._settings.stop_grace_s)
         await self.cluster.close()
-        self._stop_metrics()
+        await self._metrics_server.stop()
 
     def check_invariants(self) -> None:
         self.requests.check_invariants(self.cluster)
-
-    def _serve_metrics(self) -> None:
-        server, thread = start_http_server(self._settings.metrics_port, self._settings.host, self.metrics.registry)
-        self.metrics_address = f"{self._settings.host}:{server.server_port}"
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        self._stop_metrics = stop
 
     async def _keep_health(self) -> None:
         while True:
