@@ -62,11 +62,14 @@ def invalid(param: str, message: str, *, code: str = "invalid_value") -> ApiErro
 
 
 def from_pdserve(error: PdserveError, param: str | None = None) -> ApiError:
-    """The router's error; `param` is what the client calls `error.field`."""
+    """The router's error; `param` is what the client calls `error.field`, in the message too."""
     code = _CODES[error.kind]
     if isinstance(error, NotFound) and error.field == "model":
         code = "model_not_found"
-    return ApiError(error.http_code, error.message, param=param, code=code, headers=_retry_headers(error))
+    message = error.message
+    if param and error.field and message.startswith(error.field):
+        message = param + message[len(error.field) :]
+    return ApiError(error.http_code, message, param=param, code=code, headers=_retry_headers(error))
 
 
 def internal() -> ApiError:

@@ -45,7 +45,10 @@ class Plan:
     def param(self, router_field: str) -> str | None:
         """What the client calls `router_field`; None for no field."""
         name = router_field.removeprefix("sampling.").removeprefix("chat.")
-        return self.names.get(name, name) or None
+        for theirs, ours in self.names.items():
+            if name == theirs or name.startswith((f"{theirs}[", f"{theirs}.")):
+                return ours + name[len(theirs) :]
+        return name or None
 
 
 def plan_chat(body: ChatBody, request_id: str) -> Plan:
@@ -55,8 +58,7 @@ def plan_chat(body: ChatBody, request_id: str) -> Plan:
         raise invalid("top_logprobs", f"'top_logprobs' = {body.top_logprobs} needs 'logprobs' = true")
     top = (body.top_logprobs or 0) if body.logprobs else None
     prompt = GenerateRequest(chat=ChatPrompt(messages=[_message(m.role, m.text(), m.name) for m in body.messages]))
-    names = dict.fromkeys(("chat", "text", "prompt", "tokens"), "messages")
-    names |= {"logprobs": "top_logprobs"}
+    names = {"chat": "messages", "prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names |= {"max_tokens": "max_completion_tokens"}
     return _plan(body, [prompt], request_id, max_tokens, top, names)
@@ -68,7 +70,7 @@ def plan_completion(body: CompletionBody, request_id: str) -> Plan:
         raise invalid("logprobs", "'logprobs' with 'echo' = true is not supported: prompt tokens get no logprobs")
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = [_prompt(prompt, echo=body.echo) for prompt in body.prompt]
-    names = dict.fromkeys(("chat", "text", "tokens", "tokens.token_ids"), "prompt")
+    names = {"text": "prompt", "tokens.token_ids": "prompt", "tokens": "prompt"}
     return _plan(body, prompts, request_id, max_tokens, body.logprobs, names, echo=body.echo)
 
 

@@ -20,6 +20,11 @@ def bind(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class HttpServer(uvicorn.Server):
     """Serves `app` from `start` to `stop`."""
 
@@ -37,12 +42,8 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._listener = listener
+        self.address = _address(listener)
         self._serving: asyncio.Task[None] | None = None
-
-    @property
-    def address(self) -> str:
-        host, port = self._listener.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def start(self) -> None:
         self._serving = asyncio.create_task(self.serve([self._listener]))

@@ -13,10 +13,12 @@ from proto.errors import NotFound, PdserveError, abort
 from proto.inference_pb2 import (
     AbortRequest,
     AbortResponse,
+    Attempt,
     GenerateRequest,
     GenerateResponse,
     GetTimelineRequest,
     Ledger,
+    LedgerEntry,
     ListModelsRequest,
     ListModelsResponse,
     Model,
@@ -34,6 +36,8 @@ LEDGER = Ledger(
     client_request_id="mine",
     wall_s=0.5,
     ttft_s=0.25,
+    entries=[LedgerEntry(stage="queue", seconds=0.5)],
+    attempts=[Attempt(prefill_pod="p", decode_pod="d", reason="idle")],
     transfer_bytes=2**40,
     outcome="stop",
 )
@@ -67,7 +71,7 @@ def answer(
 
 
 class ScriptedRouter(InferenceServicer):
-    """`script` is called for each Generate. `started` counts calls, `cancelled` those that their client gave up."""
+    """`script` is called for each Generate. `cancelled` gets those that their client gave up."""
 
     def __init__(self) -> None:
         self.script: Script = lambda request: answer("Hello", " world")
@@ -99,7 +103,7 @@ class ScriptedRouter(InferenceServicer):
                     await step.wait()
                 else:
                     yield step
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # while it waits, or while gRPC's flow control holds it
             self.cancelled.put_nowait(request)
             raise
 

@@ -232,11 +232,12 @@ async def test_models(openai_client: AsyncOpenAI) -> None:
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
 
 
-MAX_TOKENS = "max_completion_tokens"
+LIMIT = "max_completion_tokens"
+BAD = "invalid_value"
 ERRORS: list[tuple[PdserveError, type[openai.APIStatusError], int, str | None, str]] = [
-    (InvalidRequest("bad", field="sampling.top_p"), openai.BadRequestError, 400, "top_p", "invalid_value"),
-    (InvalidRequest("too long", field="chat"), openai.BadRequestError, 400, "messages", "invalid_value"),
-    (InvalidRequest("x", field="sampling.max_tokens"), openai.BadRequestError, 400, MAX_TOKENS, "invalid_value"),
+    (InvalidRequest("bad", field="sampling.top_p"), openai.BadRequestError, 400, "top_p", BAD),
+    (InvalidRequest("too long", field="chat"), openai.BadRequestError, 400, "messages", BAD),
+    (InvalidRequest("sampling.max_tokens 0", field="sampling.max_tokens"), openai.BadRequestError, 400, LIMIT, BAD),
     (NotFound("no such model", field="model"), openai.NotFoundError, 404, "model", "model_not_found"),
     (Overloaded("later", retry_after_ms=1500), openai.RateLimitError, 429, None, "rate_limit_exceeded"),
     (PodUnavailable("no pod"), openai.InternalServerError, 503, None, "pod_unavailable"),
@@ -267,7 +268,8 @@ async def test_errors_before_the_first_token(
             model="fake", messages=HELLO, stream=stream, max_completion_tokens=9
         )
     assert (caught.value.status_code, caught.value.param, caught.value.code) == (status, param, code)
-    assert error.message in caught.value.message
+    assert error.message.removeprefix("sampling.max_tokens") in caught.value.message
+    assert "sampling" not in caught.value.message
     if isinstance(error, Overloaded):
         assert (caught.value.response.headers["retry-after"], caught.value.response.headers["retry-after-ms"]) == (
             "2",

@@ -1,0 +1,133 @@
+"""A client that closes its socket cancels the router's calls, whatever the stage."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.server import HttpServer
+from tests.gateway.scripted import ScriptedRouter, answer
+
+LIMIT_S = 5.0
+
+
+class RawClient:
+    """Just enough HTTP to leave at any moment."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def connect(cls, server: HttpServer) -> RawClient:
+        host, port = server.address.split(":")
+        return cls(*await asyncio.open_connection(host, int(port)))
+
+    def send(self, path: str, body: Any, *, only: int | None = None) -> None:
+        """Posts `body` as JSON; `only`: no more than this many of its bytes."""
+        raw = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+        )
+        self.writer.write(head.encode() + raw[:only])
+
+    async def read_until(self, words: bytes) -> bytes:
+        return await asyncio.wait_for(self.reader.readuntil(words), LIMIT_S)
+
+    async def leave(self, *, reset: bool = False) -> None:
+        if reset:
+            linger = struct.pack("ii", 1, 0)
+            self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.writer.close()
+        await self.writer.wait_closed()
+
+
+async def idle(server: HttpServer) -> None:
+    """Returns when the server has no request in work."""
+    async with asyncio.timeout(LIMIT_S):
+        while server.server_state.tasks:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.005)
+
+
+async def count(http: httpx.AsyncClient, line: str) -> bool:
+    return line in (await http.get("/metrics")).text.splitlines()
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_before_the_first_token(
+    router: ScriptedRouter, server: HttpServer, http: httpx.AsyncClient, stream: bool, reset: bool
+) -> None:
+    router.play(asyncio.Event())
+    client = await RawClient.connect(server)
+    client.send("/v1/completions", {"prompt": "hi", "stream": stream})
+    await asyncio.wait_for(router.arrived.get(), LIMIT_S)
+    await client.leave(reset=reset)
+    await asyncio.wait_for(router.cancelled.get(), LIMIT_S)
+    await idle(server)
+    assert await count(http, 'pdserve_gateway_requests_total{endpoint="completions",status="499"} 1.0')
+    assert await count(http, 'pdserve_gateway_running_requests{endpoint="completions"} 0.0')
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
+async def test_in_mid_stream(router: ScriptedRouter, server: HttpServer, reset: bool) -> None:
+    router.play(*answer("Hello", "never")[:1], asyncio.Event())
+    client = await RawClient.connect(server)
+    client.send("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stream": True})
+    await client.read_until(b'"content":"Hello"')
+    await client.leave(reset=reset)
+    await asyncio.wait_for(router.cancelled.get(), LIMIT_S)
+    await idle(server)
+
+
+async def test_while_it_does_not_read(router: ScriptedRouter, server: HttpServer, http: httpx.AsyncClient) -> None:
+    """The gateway is stuck in writing, not in reading from the router, when the client goes."""
+    router.play(*[answer("x" * 1_000_000, "never")[0]] * 50, asyncio.Event())
+    client = await RawClient.connect(server)
+    client.send("/v1/completions", {"prompt": "hi", "stream": True})
+    await client.read_until(b"data: ")
+    await client.leave(reset=True)
+    await asyncio.wait_for(router.cancelled.get(), LIMIT_S)
+    await idle(server)
+    assert await count(http, 'pdserve_gateway_requests_total{endpoint="completions",status="499"} 1.0')
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_with_several_choices(router: ScriptedRouter, server: HttpServer, stream: bool) -> None:
+    router.play(*answer("Hello", "never")[:1], asyncio.Event())
+    client = await RawClient.connect(server)
+    client.send("/v1/completions", {"prompt": ["a", "b"], "n": 2, "stream": stream})
+    for _ in range(4):
+        await asyncio.wait_for(router.arrived.get(), LIMIT_S)
+    await client.leave()
+    for _ in range(4):
+        await asyncio.wait_for(router.cancelled.get(), LIMIT_S)
+    await idle(server)
+
+
+async def test_before_the_body_is_complete(router: ScriptedRouter, server: HttpServer, http: httpx.AsyncClient) -> None:
+    client = await RawClient.connect(server)
+    client.send("/v1/completions", {"prompt": "hi" * 100}, only=20)
+    await client.writer.drain()
+    async with asyncio.timeout(LIMIT_S):
+        while not server.server_state.tasks:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.005)
+    await client.leave()
+    await idle(server)
+    assert router.requests == []
+    assert await count(http, 'pdserve_gateway_requests_total{endpoint="completions",status="499"} 1.0')
+
+
+async def test_after_the_answer_is_nothing(server: HttpServer, http: httpx.AsyncClient) -> None:
+    client = await RawClient.connect(server)
+    client.send("/v1/completions", {"prompt": "hi", "stream": True})
+    await client.read_until(b"data: [DONE]\n\n")
+    await client.leave()
+    await idle(server)
+    assert await count(http, 'pdserve_gateway_requests_total{endpoint="completions",status="200"} 1.0')
