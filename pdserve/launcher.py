@@ -54,7 +54,7 @@ async def run_stack(plan: Plan, reporter: Reporter, body: Callable[[Stack], Awai
         try:
             return await main
         except asyncio.CancelledError:
-            reporter.say("stopping ...")
+            reporter.say("\nstopping ...")
             return INTERRUPTED
         finally:
             await stack.supervisor.stop()

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from proto import inference_pb2 as pb
 
-BAR_WIDTH = 30
+BAR_WIDTH = 16  # the whole table fits into 80 columns
 
 # What each stage of proto/inference.proto's LedgerEntry is, in words.
 MEANING = {
-    "queue": "waiting at the router",
-    "credit": "decode pod reserves blocks",
-    "prefill_queue": "waiting at the prefill pod",
-    "prefill": "computing the prompt",
-    "transfer": "moving the KV blocks",
-    "decode_queue": "waiting at the decode pod",
+    "queue": "waits at the router",
+    "credit": "decode blocks reserved",
+    "prefill_queue": "waits at the prefill pod",
+    "prefill": "prompt computed",
+    "transfer": "KV blocks moved",
+    "decode_queue": "waits at the decode pod",
     "first_decode": "first decode step",
-    "decode": "the other decode steps",
+    "decode": "all other decode steps",
     "other": "between the stages",
 }
 
@@ -57,17 +58,18 @@ def bar(begins: float, share: float, width: int = BAR_WIDTH) -> str:
 
 
 def render(ledger: pb.Ledger) -> RenderableType:
-    return Group(_table(ledger), *(Text(line) for line in notes(ledger)))
+    title = Text(f"request {ledger.request_id}: {ledger.outcome}")
+    return Group(title, _table(ledger), *(Text(line) for line in notes(ledger)))
 
 
 def _table(ledger: pb.Ledger) -> Table:
-    table = Table(title=f"request {ledger.request_id}: {ledger.outcome}", title_justify="left", show_footer=True)
-    total = sum(entry.seconds for entry in ledger.entries)
-    table.add_column("stage", footer="sum")
-    table.add_column("ms", justify="right", footer=f"{total * 1e3:.2f}")
-    table.add_column("share", justify="right", footer=f"wall {ledger.wall_s * 1e3:.2f} ms")
-    table.add_column("when")
-    table.add_column("what")
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_footer=True)
+    total_s = sum(entry.seconds for entry in ledger.entries)
+    table.add_column("stage", footer="sum", no_wrap=True)
+    table.add_column("ms", justify="right", footer=f"{total_s * 1e3:.2f}", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("when", no_wrap=True)
+    table.add_column("what", no_wrap=True)
     for row in rows(ledger):
         begins = row.begins_s / ledger.wall_s if ledger.wall_s > 0 else 0.0
         cells = (f"{row.seconds * 1e3:.2f}", f"{row.share:.1%}", bar(begins, row.share), MEANING.get(row.stage, ""))
@@ -77,7 +79,8 @@ def _table(ledger: pb.Ledger) -> Table:
 
 def notes(ledger: pb.Ledger) -> list[str]:
     """The lines under the table: whether it adds up, first token, transfer, who served it."""
-    lines = [f"sum and wall time differ by {abs(difference_s(ledger)) * 1e3:.3f} ms"]
+    wall_ms, difference_ms = ledger.wall_s * 1e3, abs(difference_s(ledger)) * 1e3
+    lines = [f"wall time {wall_ms:.2f} ms; it differs from the sum by {difference_ms:.3f} ms"]
     if ledger.ttft_s > 0:
         lines.append(f"time to first token {ledger.ttft_s * 1e3:.1f} ms from the request's arrival at the router")
     if ledger.transfer_bytes:

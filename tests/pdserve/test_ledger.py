@@ -57,7 +57,7 @@ def test_bar_of_nothing_is_blank() -> None:
 
 def test_rendered_table_says_everything() -> None:
     text = shown(make(prefill=0.25, decode=0.75))
-    for part in ("request r1: stop", "250.00", "75.0%", "1000.00", "wall 1000.00 ms", "differ by 0.000 ms"):
+    for part in ("request r1: stop", "250.00", "75.0%", "1000.00", "wall time 1000.00 ms", "the sum by 0.000 ms"):
         assert part in text
     assert "time to first token 200.0 ms" in text
     assert "transferred 1.50 MB of KV" in text

@@ -1,0 +1,190 @@
+"""`up` and `demo` with real processes on the fake engine: they serve, restart, stop, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from pdserve.paths import ROOT
+from proto import inference_pb2 as pb
+from proto.errors import Overloaded, PodUnavailable
+from router.client import RouterClient
+
+LIMIT_S = 60.0
+
+
+@dataclass
+class Launched:
+    """A running `python -m pdserve up`: what it printed as its endpoints, and what it says since."""
+
+    process: asyncio.subprocess.Process
+    endpoints: dict[str, str]
+
+    @property
+    def children(self) -> dict[str, psutil.Process]:
+        """By the name of their module; the registry by its binary's."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            command = child.cmdline()
+            found[command[2] if "-m" in command else child.name()] = child
+        return found
+
+    async def said(self, words: str) -> str:
+        """The next line of stderr that holds `words`."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(LIMIT_S):
+            async for line in self.process.stderr:
+                if words in line.decode():
+                    return line.decode()
+        raise AssertionError(f"the launcher ended without saying {words!r}")
+
+
+async def launch(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "pdserve", *arguments, "--engine", "fake", "--port", "0", "--router-port", "0"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+async def read_endpoints(process: asyncio.subprocess.Process) -> dict[str, str]:
+    assert process.stdout is not None
+    endpoints: dict[str, str] = {}
+    async with asyncio.timeout(LIMIT_S):
+        while "stop" not in endpoints:
+            line = (await process.stdout.readline()).decode()
+            assert line, "the launcher ended"
+            name, _, value = line.strip().partition("  ")
+            endpoints[name] = value.strip()
+    return endpoints
+
+
+@asynccontextmanager
+async def up(*arguments: str) -> AsyncIterator[Launched]:
+    process = await launch("up", *arguments)
+    try:
+        yield Launched(process, await read_endpoints(process))
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        async with asyncio.timeout(LIMIT_S):
+            await process.communicate()
+
+
+async def token_ids(launched: Launched, prompt: str, max_tokens: int) -> list[int]:
+    request = pb.GenerateRequest(text=prompt)
+    request.sampling.temperature, request.sampling.max_tokens = 0, max_tokens
+    async with RouterClient(launched.endpoints["router gRPC"]) as router:
+        return [token.token_id async for response in router.generate(request) for token in response.tokens]
+
+
+async def gone(children: dict[str, psutil.Process]) -> bool:
+    _, alive = await asyncio.to_thread(psutil.wait_procs, list(children.values()), 10)
+    return not alive
+
+
+async def test_serves_restarts_what_dies_and_stops_in_order() -> None:
+    async with up() as launched:
+        children = launched.children
+        assert set(children) == {"valkey-server", "prefill_service", "decode_service", "router", "gateway"}
+
+        # The answer that engine/fake.py computes by hand for "AB", through both front doors.
+        assert await token_ids(launched, "AB", 3) == [197, 276, 356]
+        body = {"model": "fake", "prompt": "AB", "max_tokens": 3, "temperature": 0, "stream": True}
+        async with (
+            httpx.AsyncClient(base_url=launched.endpoints["OpenAI HTTP"]) as http,
+            http.stream("POST", "/completions", json=body) as answer,
+        ):
+            lines = [line async for line in answer.aiter_lines()]
+        assert "<276>" in "".join(lines)
+        assert "data: [DONE]" in lines
+
+        for victim in ("decode_service", "router", "valkey-server"):
+            children[victim].send_signal(signal.SIGKILL)
+            name = {"decode_service": "decode-0", "valkey-server": "registry"}.get(victim, victim)
+            assert "was killed by SIGKILL; starting it again" in await launched.said(f"! {name}")
+            await launched.said(f"  {name} ready after")
+        assert await retried(launched) == [197, 276, 356]
+
+        children = launched.children
+        launched.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(LIMIT_S):
+            await launched.said("stopping")
+            assert await launched.process.wait() == 0
+        assert await gone(children)
+        assert not os.path.exists(launched.endpoints["logs"]), "a clean stop leaves no run directory"  # noqa: ASYNC240 - a test
+
+
+async def retried(launched: Launched) -> list[int]:
+    """The answer, once the router that was restarted has found the pods again: a refusal says when to ask again."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                return await token_ids(launched, "AB", 3)
+            except (Overloaded, PodUnavailable) as error:
+                await asyncio.sleep(max(error.retry_after_ms, 50) / 1000)
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Pytest's own are too long for UNIX sockets."""
+    with tempfile.TemporaryDirectory(prefix="pdserve-test-") as created:
+        yield Path(created)
+
+
+async def test_nothing_survives_a_launcher_that_was_killed(run_dir: Path) -> None:
+    async with up("--colocated", "--run-dir", str(run_dir)) as launched:
+        children = launched.children
+        assert "prefill_service" not in children
+        assert await token_ids(launched, "AB", 3) == [197, 276, 356]
+        launched.process.kill()
+        assert await gone(children)
+
+
+async def test_a_childs_wrong_setting_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("pod: {block_siz: 16}\n")
+    process = await launch("up", "--config", str(file))
+    out, err = await process.communicate()
+    assert (process.returncode, out) == (2, b"")
+    last = err.decode().splitlines()[-1]
+    assert last.startswith(("error: prefill-0: setting 'block_siz' = 16", "error: decode-0: setting 'block_siz' = 16"))
+
+
+async def test_demo_streams_an_answer_and_its_ledger() -> None:
+    process = await launch("demo", "--prompt", "AB", "--max-tokens", "8")
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    text = out.decode()
+    for words in ("KV blocks moved", "it differs from the sum by 0.", "prefill on prefill-0, decode on decode-0"):
+        assert words in text
+    assert "8 generated; first token" in err.decode()
+
+
+async def test_ctrl_c_in_the_middle_of_a_demo(tmp_path: Path) -> None:
+    file = tmp_path / "slow.yaml"
+    file.write_text("pod: {fake_step_s: 0.05}\n")
+    process = await launch("demo", "--config", str(file), "--max-tokens", "2000")
+    assert process.stdout is not None
+    async with asyncio.timeout(LIMIT_S):
+        assert await process.stdout.read(1), await process.stderr.read()
+        launched = Launched(process, {})
+        children = launched.children
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+    assert process.returncode == 130
+    assert await gone(children)
