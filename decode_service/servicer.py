@@ -50,9 +50,9 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
 
     def __init__(self, pod: PodContext) -> None:
         self._pod = pod
-        self._table = DecodeTable()
+        self.table = DecodeTable()
         self._queue = BlockQueue(pod.engine)
-        self._streams: dict[str, TokenStream] = {}  # by router id
+        self.streams: dict[str, TokenStream] = {}  # by router id
         self._puller = Puller(pod.endpoint, fetch_metadata)
         self._credits = Ticker(self._expire_credits, interval_s=CREDIT_TICK_S)
         self._draining = False
@@ -68,12 +68,12 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         spec = parse_spec(request.sequence, self._pod.plan.model)
         self._check_layout(request.layout_fingerprint)
         self._check_open()
-        entry = self._table.add(Entry(spec.sequence_id, request.router_id, State.WAITING))
+        entry = self.table.add(Entry(spec.sequence_id, request.router_id, State.WAITING))
         try:
             reservation = await self._wait_for_blocks(entry, spec, request.wait_ms / 1000)
-            self._table.grant(entry, reservation, self._pod.clock(), request.ttl_ms / 1000)
+            self.table.grant(entry, reservation, self._pod.clock(), request.ttl_ms / 1000)
         finally:
-            if entry.state is State.WAITING and self._table.holds(entry):
+            if entry.state is State.WAITING and self.table.holds(entry):
                 self._free(entry)
         self._credits.wake()
         return pods_pb2.Credit(
@@ -87,7 +87,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
     async def ReleaseCredit(
         self, request: pods_pb2.ReleaseCreditRequest, context: Context
     ) -> pods_pb2.ReleaseCreditResponse:
-        entry = self._table.get(request.credit_id)
+        entry = self.table.get(request.credit_id)
         if entry is None or entry.state is not State.RESERVED or request.epoch not in {"", self._pod.plan.epoch}:
             return pods_pb2.ReleaseCreditResponse(released=False)
         self._free(entry)
@@ -99,13 +99,13 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         try:
             reservation: Reservation = await entry.task
         except asyncio.CancelledError:
-            if self._table.holds(entry):  # nobody aborted it: the call itself was cancelled
+            if self.table.holds(entry):  # nobody aborted it: the call itself was cancelled
                 raise
         except TimeoutError:
             raise self._overloaded(wait_s) from None
         except ValueError as error:
             raise refusal("sequence", spec.sequence_id, f"what this pod can run: {error}") from None
-        if not self._table.holds(entry):
+        if not self.table.holds(entry):
             self._check_open()
             raise Cancelled(f"sequence {spec.sequence_id} was aborted while it waited for blocks")
         return reservation
@@ -118,18 +118,18 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         )
 
     def _expire_credits(self) -> bool:
-        for entry in self._table.take_expired(self._pod.clock()):
+        for entry in self.table.take_expired(self._pod.clock()):
             log.warning("credit of %s expired: nobody started it", entry.sequence_id)
             self._pod.metrics.credits_expired.inc()
             self._free_blocks(entry)
-        return self._table.num_credits > 0
+        return self.table.num_credits > 0
 
     # Sequences.
 
     @rpc
     async def StartDecode(self, request: pods_pb2.StartDecodeRequest, context: Context) -> pods_pb2.StartDecodeResponse:
         spec = parse_spec(request.sequence, self._pod.plan.model)
-        stream = self._streams.get(request.router_id)
+        stream = self.streams.get(request.router_id)
         if stream is None or stream.ended:
             raise PodUnavailable(
                 f"router_id = {request.router_id!r}: has no open token stream, call StreamTokens first",
@@ -145,7 +145,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
     async def AbortSequence(
         self, request: pods_pb2.AbortSequenceRequest, context: Context
     ) -> pods_pb2.AbortSequenceResponse:
-        entry = self._table.get(request.sequence_id)
+        entry = self.table.get(request.sequence_id)
         if entry is not None:
             self._abort(entry)
         return pods_pb2.AbortSequenceResponse(found=entry is not None)
@@ -155,7 +155,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         self._check_handoff(request.handoff, spec)
         if request.credit_id != spec.sequence_id:
             raise refusal("credit_id", repr(request.credit_id), f"that of sequence {spec.sequence_id!r}")
-        entry = self._table.claim(request.credit_id)
+        entry = self.table.claim(request.credit_id)
         if entry is None:
             raise LeaseExpired(f"credit_id = {request.credit_id!r}: expired, used, or never given by this pod")
         entry.stream = stream
@@ -178,7 +178,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
     def _transfer_ended(self, entry: Entry, task: asyncio.Task[None]) -> None:
         """No byte can land any more, however it ended: here quarantined blocks go back."""
         error = None if task.cancelled() else task.exception()
-        if not self._table.holds(entry):
+        if not self.table.holds(entry):
             return
         if entry.state is State.SETTLING or task.cancelled():
             self._free(entry)
@@ -189,7 +189,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         self, request: pods_pb2.StartDecodeRequest, spec: SequenceSpec, stream: TokenStream
     ) -> None:
         self._check_open()
-        entry = self._table.add(Entry(spec.sequence_id, request.router_id, State.DECODING, stream))
+        entry = self.table.add(Entry(spec.sequence_id, request.router_id, State.DECODING, stream))
         added = False
         try:
             await self._pod.engine.call(lambda core: core.add(spec))
@@ -197,7 +197,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         except ValueError as error:
             raise refusal("sequence", spec.sequence_id, f"what this pod can run: {error}") from None
         finally:
-            if not added and self._table.holds(entry):
+            if not added and self.table.holds(entry):
                 self._free(entry)
 
     def _fail(self, entry: Entry, error: PdserveError) -> None:
@@ -220,7 +220,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
             entry.task.cancel()
 
     def _free(self, entry: Entry) -> None:
-        self._table.remove(entry)
+        self.table.remove(entry)
         self._free_blocks(entry)
 
     def _free_blocks(self, entry: Entry) -> None:
@@ -266,22 +266,22 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
     def _open_stream(self, router_id: str) -> TokenStream:
         if self._closed:
             raise PodUnavailable("this pod is stopping", pod_id=self._pod.plan.pod_id)
-        if (replaced := self._streams.get(router_id)) is not None:
+        if (replaced := self.streams.get(router_id)) is not None:
             self._end_stream(replaced, PodUnavailable(f"router_id = {router_id!r}: opened a newer stream"))
-        stream = self._streams[router_id] = TokenStream(router_id, self._pod.plan.epoch)
+        stream = self.streams[router_id] = TokenStream(router_id, self._pod.plan.epoch)
         return stream
 
     def _end_stream(self, stream: TokenStream, error: PdserveError) -> None:
         stream.end(error)
-        for entry in self._table.of_stream(stream):
+        for entry in self.table.of_stream(stream):
             self._abort(entry)
 
     def _close_stream(self, stream: TokenStream) -> None:
         """The call has ended: whatever was started for it has nobody to go to, nor have unused credits."""
         self._end_stream(stream, PodUnavailable("the stream has ended"))
-        if self._streams.get(stream.router_id) is stream:
-            del self._streams[stream.router_id]
-            for entry in self._table.reserved_by(stream.router_id):
+        if self.streams.get(stream.router_id) is stream:
+            del self.streams[stream.router_id]
+            for entry in self.table.reserved_by(stream.router_id):
                 self._abort(entry)
 
     # The role's side of the pod.
@@ -295,7 +295,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
     def on_events(self, events: list[TokenEvent]) -> None:
         self._step += 1
         for event in events:
-            entry = self._table.get(event.sequence_id)
+            entry = self.table.get(event.sequence_id)
             if entry is not None and entry.state is State.DECODING and entry.stream is not None:
                 self._deliver(entry, entry.stream, event)
         self._queue.notify()
@@ -303,35 +303,35 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
     def _deliver(self, entry: Entry, stream: TokenStream, event: TokenEvent) -> None:
         stream.push(self._step, sequence_tokens(entry, event))
         if event.finish_reason is not None:
-            self._table.remove(entry)
+            self.table.remove(entry)
         if stream.overflown:
             self._end_stream(stream, Overloaded("the router reads its token stream too slowly"))
 
     def owed(self) -> Owed:
-        return Owed(num_credits=self._table.num_credits, num_transfers=self._puller.num_transfers)
+        return Owed(num_credits=self.table.num_credits, num_transfers=self._puller.num_transfers)
 
     def begin_drain(self) -> None:
         self._draining = True
-        for entry in self._table.entries():
+        for entry in self.table.entries():
             if entry.state is State.WAITING:
                 self._abort(entry)
 
     async def drained(self) -> None:
-        await self._table.idle.wait()
+        await self.table.idle.wait()
 
     async def close(self, error: PdserveError) -> None:
         self._draining = self._closed = True
         await self._credits.stop()
-        for entry in self._table.entries():
+        for entry in self.table.entries():
             self._tell(entry, error)
             self._abort(entry)
+        await self.table.idle.wait()  # transfers settle in bounded time
         await self._puller.close()
-        await self._table.idle.wait()
-        for stream in list(self._streams.values()):
+        for stream in list(self.streams.values()):
             stream.end()
 
     def check_invariants(self, load: EngineLoad) -> None:
-        self._table.check_invariants(load)
+        self.table.check_invariants(load)
         self._puller.check_invariants()
 
 

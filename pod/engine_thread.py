@@ -55,7 +55,7 @@ class EngineThread:
         self._crash: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self.load: EngineLoad = core.load()  # of the last moment between steps; replaced whole by the engine's thread
+        self.load: EngineLoad = core.load()  # replaced whole by the engine's thread, before results and events go out
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -96,7 +96,6 @@ class EngineThread:
             while (commands := self._next_commands()) is not None:
                 self._run(commands)
                 self._step()
-                self.load = self._core.load()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the loop must learn that the engine is gone
             self._to_loop(self._crashed, error)
 
@@ -119,6 +118,7 @@ class EngineThread:
                 results.append((command.future, command.run(self._core), None))
             except Exception as error:  # noqa: BLE001 - handed to the caller
                 results.append((command.future, None, error))
+        self.load = self._core.load()
         if results:
             self._to_loop(self._settle, results)
 
@@ -128,6 +128,7 @@ class EngineThread:
         started = time.monotonic()
         events = self._core.step()
         self._on_step(time.monotonic() - started)
+        self.load = self._core.load()
         if events:
             self._to_loop(self._on_events, events)
 

@@ -38,11 +38,14 @@ class MetricsServer:
         self._handlers.add(task)
         task.add_done_callback(self._handlers.discard)
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._response(head.split(b"\r\n", 1)[0]))
-                await writer.drain()
-        writer.close()
+            try:
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(self._response(head.split(b"\r\n", 1)[0]))
+                    await writer.drain()
+            finally:
+                writer.close()
+                await writer.wait_closed()
 
     def _response(self, request_line: bytes) -> bytes:
         method, _, rest = request_line.partition(b" ")

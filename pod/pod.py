@@ -20,6 +20,7 @@ from engine.checkpoint import CheckpointError
 from engine.core import EngineConfig, EngineCore
 from engine.fake import FakeRunner
 from kvtransfer.endpoint import KVEndpoint
+from kvtransfer.errors import nixlError
 from pod.engine_thread import EngineThread
 from pod.errors import StartupError
 from pod.kv_service import SERVICE_NAME as KV_SERVICE_NAME
@@ -81,10 +82,10 @@ class Pod:
         endpoint = _endpoint(plan)
         try:
             core = await asyncio.to_thread(build_engine, plan, endpoint)
+            pod = cls(plan, endpoint, core, make_role)
         except BaseException:
             endpoint.close()
             raise
-        pod = cls(plan, endpoint, core, make_role)
         try:
             await pod._listen()
         except BaseException:
@@ -188,7 +189,7 @@ def _endpoint(plan: PodPlan) -> KVEndpoint:
             epoch=plan.epoch,
             runtime_dir=plan.settings.runtime_dir,
         )
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError, nixlError) as error:
         raise StartupError(f"cannot set up {plan.settings.transfer_backend} transfers: {error}") from None
 
 

@@ -58,14 +58,15 @@ class Registration:
         else:
             self._note(reachable=True)
 
-    async def stop(self) -> None:
+    async def stop(self, *, remove: bool = True) -> None:
         """Ends the heartbeat and removes the record, unless a newer incarnation of this pod has written its own."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
-            with contextlib.suppress(redis.RedisError, OSError):
-                await self._remove()
+            if remove:
+                with contextlib.suppress(redis.RedisError, OSError):
+                    await self._remove()
         await self._client.aclose()
 
     async def _beat(self) -> None:

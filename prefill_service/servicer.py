@@ -35,7 +35,7 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
 
     def __init__(self, pod: PodContext) -> None:
         self._pod = pod
-        self._table = PrefillTable()
+        self.table = PrefillTable()
         self._leases = Ticker(self._tend_leases, interval_s=POLL_S)
         self._draining = False
 
@@ -48,7 +48,7 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
         if self._draining:
             raise PodUnavailable("this pod is draining", pod_id=self._pod.plan.pod_id)
         future: asyncio.Future[TokenEvent] = asyncio.get_running_loop().create_future()
-        entry = self._table.add(spec.sequence_id, future, request.lease_ms / 1000)
+        entry = self.table.add(spec.sequence_id, future, request.lease_ms / 1000)
         try:
             return await self._prefill(spec, entry)
         finally:
@@ -84,7 +84,7 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
 
     def _grant(self, entry: Entry, held: HeldBlocks, response: pods_pb2.PrefillResponse) -> kv_pb2.KVHandoff:
         now = self._pod.clock()
-        self._table.lease(entry, now)
+        self.table.lease(entry, now)
         self._leases.wake()
         plan = self._pod.plan
         blocks = zip(held.block_ids, held.generations, strict=True)
@@ -103,7 +103,7 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
             num_tokens=held.num_tokens,
             first_token=response.first_token,
             lease_id=entry.sequence_id,
-            lease_remaining_ms=round(self._table.lease_remaining_s(entry, now) * 1000),
+            lease_remaining_ms=round(self.table.lease_remaining_s(entry, now) * 1000),
         )
 
     # Leases.
@@ -112,11 +112,11 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
         """Applies what decode pods said and frees what nobody renewed. True while leases exist."""
         for note in self._pod.endpoint.poll_notifications():
             self._apply(note)
-        for entry in self._table.take_expired(self._pod.clock()):
+        for entry in self.table.take_expired(self._pod.clock()):
             log.warning("lease of %s expired: no decode pod fetched or renewed it", entry.sequence_id)
             self._pod.metrics.leases_expired.inc()
             self._free_blocks(entry)
-        return self._table.num_leases > 0
+        return self.table.num_leases > 0
 
     def _apply(self, note: kv_pb2.LeaseNotification) -> None:
         if note.owner_epoch != self._pod.plan.epoch:
@@ -124,13 +124,13 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
         if note.action == kv_pb2.LeaseNotification.ACTION_RELEASE:
             self._release(note.lease_id)
         elif note.action == kv_pb2.LeaseNotification.ACTION_RENEW:
-            self._table.renew(note.lease_id, self._pod.clock())
+            self.table.renew(note.lease_id, self._pod.clock())
         else:
             log.warning("unknown action %d for lease %s", note.action, note.lease_id)
 
     def _release(self, lease_id: str) -> bool:
         """Ends a lease, or a computation whose caller has gone. Idempotent; False: nothing by that name is here."""
-        entry = self._table.get(lease_id)
+        entry = self.table.get(lease_id)
         if entry is None:
             return False
         if entry.leased:
@@ -140,7 +140,7 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
         return True
 
     def _free(self, entry: Entry) -> None:
-        self._table.remove(entry)
+        self.table.remove(entry)
         self._free_blocks(entry)
 
     def _free_blocks(self, entry: Entry) -> None:
@@ -156,32 +156,32 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
 
     def on_events(self, events: list[TokenEvent]) -> None:
         for event in events:
-            entry = self._table.get(event.sequence_id)
+            entry = self.table.get(event.sequence_id)
             if entry is not None and not entry.first_token.done():
                 entry.first_token.set_result(event)
 
     def owed(self) -> Owed:
-        return Owed(num_leases=self._table.num_leases)
+        return Owed(num_leases=self.table.num_leases)
 
     def begin_drain(self) -> None:
         self._draining = True
 
     async def drained(self) -> None:
-        await self._table.idle.wait()
+        await self.table.idle.wait()
 
     async def close(self, error: PdserveError) -> None:
         self._draining = True
         await self._leases.stop()
-        for entry in self._table.entries():
+        for entry in self.table.entries():
             if entry.leased:
                 self._free(entry)
             elif not entry.first_token.done():
                 entry.first_token.set_exception(error)
 
     def check_invariants(self, load: EngineLoad) -> None:
-        self._table.check_invariants()
-        entries = self._table.entries()
-        assert load.num_held == self._table.num_leases, (
-            f"the engine holds {load.num_held} sequences for hand-offs, leases: {self._table.num_leases}"
+        self.table.check_invariants()
+        entries = self.table.entries()
+        assert load.num_held == self.table.num_leases, (
+            f"the engine holds {load.num_held} sequences for hand-offs, leases: {self.table.num_leases}"
         )
         assert load.num_waiting + load.num_running <= len(entries), "the engine computes what nobody asked for"

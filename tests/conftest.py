@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.leaks import children, leaked_children, leaked_tasks
 from tests.support.registry import RegistryServer
+
+if TYPE_CHECKING:
+    from tests.support.cluster import Cluster
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +43,19 @@ async def no_leaked_tasks() -> AsyncIterator[None]:
     yield
     leaked = await leaked_tasks(before)
     assert not leaked, f"the test left asyncio tasks: {leaked}"
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    """A short path: a UNIX socket's may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="pd-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+async def cluster(registry_url: str, runtime_dir: Path, no_leaked_tasks: None) -> AsyncIterator[Cluster]:
+    """Starts in-process pods on the fake engine; at the end each that lives must have come back to rest."""
+    from tests.support.cluster import running_cluster
+
+    async with running_cluster(registry_url, runtime_dir) as cluster:
+        yield cluster
