@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.errors import ApiError, from_pdserve
+from gateway.errors import ApiError, from_pdserve, internal
 from gateway.generation import CHAT, COMPLETIONS, Generation
 from gateway.metrics import Metrics
 from proto.errors import PdserveError
@@ -40,7 +40,12 @@ def build_app(router: RouterClient, metrics: Metrics, *, max_body_bytes: int) ->
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
         ],
-        exception_handlers={HTTPException: _http_error, ApiError: _api_error, PdserveError: _pdserve_error},
+        exception_handlers={
+            HTTPException: _http_error,
+            ApiError: _api_error,
+            PdserveError: _pdserve_error,
+            Exception: _bug,
+        },
     )
     app.router.redirect_slashes = False
     return app
@@ -124,6 +129,11 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _pdserve_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PdserveError)
     return await _api_error(request, from_pdserve(error, error.field or None))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """Starlette raises `error` again after the answer, and the server logs it."""
+    return await _api_error(request, internal())
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

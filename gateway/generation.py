@@ -92,6 +92,8 @@ class Generation(Generic[B]):
         except ClientGone:
             exchange.status = 499
         except ApiError as error:
+            if error.status >= 500:
+                log.warning("%s: %d %s: %s", self._endpoint.name, error.status, error.code, error.message)
             await exchange.fail(error)
         except asyncio.CancelledError:  # only a stop whose grace is over cancels us; the client must hear of it
             await exchange.fail(STOPPING)

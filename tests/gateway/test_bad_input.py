@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from gateway.app import build_app
+from gateway.errors import _CODES
 from gateway.metrics import Metrics
+from gateway.requests import ChatBody, CompletionBody, Message, StreamOptions
+from gateway.unsupported import IGNORED, NEUTRAL
 from proto import common_pb2 as pb
 from proto.errors import CODES
 from router.client import RouterClient
@@ -251,8 +255,13 @@ async def test_harmless_fields_are_accepted(router: ScriptedRouter, app_client: 
     assert [r.model for r in router.requests] == ["", ""]
 
 
-def test_every_kind_of_error_has_a_code_and_a_status() -> None:
-    from gateway.errors import _CODES
+def test_the_manual_lists_every_field_and_code() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
+    fields = {name for body in (ChatBody, CompletionBody, StreamOptions, Message) for name in body.model_fields}
+    for name in fields | IGNORED | set(NEUTRAL) | set(_CODES.values()):
+        assert f"`{name}`" in manual, name
 
+
+def test_every_kind_of_error_has_a_code_and_a_status() -> None:
     kinds = set(pb.ErrorKind.values()) - {pb.ERROR_KIND_UNSPECIFIED}
     assert set(_CODES) == kinds == set(CODES)

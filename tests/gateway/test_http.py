@@ -173,6 +173,17 @@ async def test_without_a_router_every_endpoint_says_503(router: ScriptedRouter, 
         assert response.json()["error"]["type"] == "service_unavailable_error"
 
 
+async def test_a_bug_of_ours_is_a_500_in_the_same_shape(router: ScriptedRouter) -> None:
+    async with RouterClient(router.address) as client:
+        client.list_models = None  # type: ignore[method-assign, assignment] # the bug
+        client.generate = None  # type: ignore[method-assign, assignment] # another one
+        app = build_app(client, Metrics(), max_body_bytes=MAX_BODY_BYTES)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            for response in (await http.get("/v1/models"), await http.post(CHAT, json={"messages": HELLO})):
+                assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+
+
 async def test_metrics_count_tokens_and_statuses(http: httpx.AsyncClient) -> None:
     await http.post(CHAT, json={"messages": HELLO})
     await http.post(CHAT, json={})
