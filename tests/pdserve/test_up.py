@@ -180,6 +180,7 @@ async def test_ctrl_c_in_the_middle_of_a_demo(tmp_path: Path) -> None:
     file.write_text("pod: {fake_step_s: 0.05}\n")
     process = await launch("demo", "--config", str(file), "--max-tokens", "2000")
     assert process.stdout is not None
+    assert process.stderr is not None
     async with asyncio.timeout(LIMIT_S):
         assert await process.stdout.read(1), await process.stderr.read()
         launched = Launched(process, {})
