@@ -23,13 +23,13 @@ def kv_write(
     in which no slot occurs twice.
     Raises ValueError or TypeError for shapes and dtypes, IndexError (CPU only) for a slot outside the cache.
     """
-    check_shape("k", k, (None, None, None))
+    check_shape("k_cache", k_cache, (None, None, None, None))
+    check_shape("k", k, (None, k_cache.shape[1], k_cache.shape[3]))
     check_shape("v", v, tuple(k.shape))
     check_rows("k", k)
     check_rows("v", v)
     check_dtype("v", v, k.dtype)
     check_cache(k, k_cache, v_cache)
-    check_shape("k", k, (None, k_cache.shape[1], k_cache.shape[3]))
     check_shape("slot_mapping", slot_mapping, (k.shape[0],))
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     run = implementation("kv_write", "kv_write", k, backend)

@@ -108,6 +108,12 @@ int64_t rope(const Heads& q, const Heads& k, int64_t head_dim, const int64_t* po
   return OK;
 }
 
+// x / (1 + e^-x) without an exponential that overflows.
+inline Vec silu(Vec x) {
+  const Vec small = exp(-max(x, -x));
+  return x * (x > 0.f ? fill(1.f) : small) / (1.f + small);
+}
+
 template <class T>
 int64_t silu_mul(const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t columns, int threads) {
   parallel_rows(rows, 2 * columns, threads, [&](int64_t begin, int64_t end) {
@@ -115,8 +121,7 @@ int64_t silu_mul(const void* gate_up, int64_t row_stride, void* out, int64_t row
       const T *gate = static_cast<const T*>(gate_up) + r * row_stride, *up = gate + columns;
       T* to = static_cast<T*>(out) + r * columns;
       for_vectors(columns, [&](int64_t i, int64_t n) {
-        const Vec g = load_some(gate + i, n);
-        store_some(to + i, g / (1.f + exp(-g)) * load_some(up + i, n), n);
+        store_some(to + i, silu(load_some(gate + i, n)) * load_some(up + i, n), n);
       });
     }
   });

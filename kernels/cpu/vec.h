@@ -94,14 +94,13 @@ inline float largest(Vec v) {
   return lanes[0];
 }
 
-// e^x to about 2 ulp: x = n ln 2 + r, a polynomial of r (Moshier's Cephes), and 2^n through the exponent bits.
-// 0 below the smallest normal result (so -inf gives exactly 0); saturates above 88.37.
+// e^x for x <= 0, to about 2 ulp: x = n ln 2 + r, a polynomial of r (Moshier's Cephes), 2^n through the exponent bits.
+// 0 below the smallest normal result, so -inf gives exactly 0.
 inline Vec exp(Vec x) {
-  constexpr float SMALLEST = -87.336544f, LARGEST = 88.3762f;
-  const Vec clamped = x > LARGEST ? fill(LARGEST) : x;
-  const Vec shifted = clamped * 1.44269504f + 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
+  constexpr float SMALLEST = -87.336544f;
+  const Vec shifted = x * 1.44269504f + 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
   const Vec n = shifted - 12582912.f;
-  const Vec r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
   Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;

@@ -1,0 +1,124 @@
+"""Inputs for the attention tests, with their answers in float64 from the dense tokens: no block table is read there.
+
+The cache is block-major, [N, L, 2, Hkv, block_size, D], as the engine keeps it, and NaN wherever no token lies; block
+tables end in -1. A kernel that reads a slot or an entry too many gives NaN or fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import strategies as st
+
+Array = npt.NDArray[np.float64]
+
+# What one rounding to the dtype may add to float32 arithmetic: (rtol, atol).
+TOLERANCE = {torch.float32: (1e-5, 2e-6), torch.bfloat16: (2**-8, 1e-5), torch.float16: (2**-10, 1e-5)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The arguments of paged_prefill (and, with one query a sequence, of paged_decode) and the expected output."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    cu_seqlens: torch.Tensor
+    context_lens: torch.Tensor
+    scale: float
+    expected: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    lengths: tuple[tuple[int, int], ...]  # of each sequence: (new tokens, context)
+    seed: int
+
+
+def shapes(
+    *, max_new: int | None = None, max_context: int = 600, dtypes: tuple[torch.dtype, ...]
+) -> st.SearchStrategy[Shape]:
+    """`max_new` 1 draws decode batches. Contexts favour the neighbourhood of block and tile ends."""
+    contexts = st.one_of(
+        st.sampled_from([n for n in (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 257, 513) if n <= max_context]),
+        st.integers(1, max_context),
+    )
+    lengths = contexts.flatmap(lambda c: st.tuples(st.integers(1, min(c, max_new or c)), st.just(c)))
+    return st.builds(
+        Shape,
+        num_kv_heads=st.integers(1, 3),
+        group=st.sampled_from([1, 3, 4, 8]),
+        head_dim=st.sampled_from([64, 128]),
+        block_size=st.sampled_from([8, 16, 32]),
+        dtype=st.sampled_from(dtypes),
+        lengths=st.lists(lengths, min_size=1, max_size=3).map(tuple),
+        seed=st.integers(0, 2**16),
+    )
+
+
+def attention(shape: Shape, *, scale: float | None = None) -> Attention:
+    """Draws tokens, writes them into shuffled blocks, computes the answer."""
+    generator = torch.Generator().manual_seed(shape.seed)
+    used = [-(-context // shape.block_size) for _, context in shape.lengths]
+    num_blocks = sum(used) + 2
+    cache = torch.full((num_blocks, 2, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), torch.nan)
+    cache = cache.to(shape.dtype)
+    free = iter(torch.randperm(num_blocks, generator=generator).tolist())
+    block_tables = torch.full((len(used), max(used) + 1), -1, dtype=torch.int32)
+    scale = shape.head_dim**-0.5 if scale is None else scale
+    queries, expected = [], []
+    for row, (num_new, context) in enumerate(shape.lengths):
+        table = list(itertools.islice(free, used[row]))
+        block_tables[row, : used[row]] = torch.tensor(table)
+        kv = torch.randn(2, shape.num_kv_heads, context, shape.head_dim, generator=generator).to(shape.dtype)
+        for position in range(context):
+            cache[table[position // shape.block_size], 1, :, :, position % shape.block_size] = kv[:, :, position]
+        # Queries are a slice of something wider, as the model's are.
+        wide = torch.randn(num_new, shape.num_kv_heads * shape.group + 2, shape.head_dim, generator=generator)
+        queries.append(wide.to(shape.dtype))
+        expected.append(dense_attention(queries[-1][:, :-2], kv[0], kv[1], scale))
+    new_tokens = [0, *itertools.accumulate(num_new for num_new, _ in shape.lengths)]
+    return Attention(
+        q=torch.cat(queries)[:, :-2],
+        k_cache=cache[:, 1, 0],
+        v_cache=cache[:, 1, 1],
+        block_tables=block_tables,
+        cu_seqlens=torch.tensor(new_tokens, dtype=torch.int32),
+        context_lens=torch.tensor([context for _, context in shape.lengths], dtype=torch.int32),
+        scale=scale,
+        expected=np.concatenate(expected),
+    )
+
+
+def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Array:
+    """Causal attention in float64. q: [n, Hq, D], the last n positions; k, v: [Hkv, c, D]. Returns [n, Hq, D]."""
+    queries, keys, values = float64(q), float64(k), float64(v)
+    group = queries.shape[1] // keys.shape[0]
+    out = np.empty(queries.shape)
+    for i, h in np.ndindex(queries.shape[:2]):
+        seen = keys.shape[1] - queries.shape[0] + i + 1
+        scores = keys[h // group, :seen] @ queries[i, h] * scale
+        weights = np.exp(scores - scores.max())
+        out[i, h] = weights @ values[h // group, :seen] / weights.sum()
+    return out
+
+
+def float64(tensor: torch.Tensor) -> Array:
+    array: Array = tensor.double().numpy()
+    return array
+
+
+def assert_close(actual: torch.Tensor, expected: Array, *, extra: float = 0.0) -> None:
+    """Within the dtype's tolerance, plus `extra` absolute error; NaN is never close."""
+    rtol, atol = TOLERANCE[actual.dtype]
+    np.testing.assert_allclose(float64(actual), expected, rtol=rtol, atol=atol + extra, equal_nan=False)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kernels.paged_decode import paged_decode
+from tests.kernels.backends import every_backend, using
+from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes
+
+SHAPE = Shape(3, 3, 64, 16, torch.float32, ((1, 40), (1, 16), (1, 1)), seed=7)
+
+
+def decode(case: Attention, implementation: str) -> torch.Tensor:
+    with using(implementation) as backend:
+        return paged_decode(
+            case.q, case.k_cache, case.v_cache, case.block_tables, case.context_lens, case.scale, backend=backend
+        )
+
+
+@every_backend
+@given(shape=shapes(max_new=1, dtypes=(torch.float32, torch.bfloat16)))
+@settings(max_examples=25, deadline=None)
+def test_equals_dense_attention(implementation: str, shape: Shape) -> None:
+    case = attention(shape)
+    assert_close(decode(case, implementation), case.expected)
+
+
+@every_backend
+@pytest.mark.parametrize("head_dim", [8, 20, 72, 80, 96, 256, 264])
+@pytest.mark.parametrize("group", [2, 11])
+def test_unusual_head_dimensions_and_groups(implementation: str, head_dim: int, group: int) -> None:
+    case = attention(dataclasses.replace(SHAPE, head_dim=head_dim, group=group, num_kv_heads=2))
+    assert_close(decode(case, implementation), case.expected)
+
+
+@every_backend
+def test_scores_far_apart_do_not_overflow(implementation: str) -> None:
+    case = attention(SHAPE, scale=40.0)
+    assert_close(decode(case, implementation), case.expected, extra=1e-3)  # a score near 1,000 has an error near 1e-4
+
+
+@every_backend
+def test_padding_rows_without_context_give_zeros(implementation: str) -> None:
+    case = attention(SHAPE)
+    case.context_lens[1] = 0
+    out = decode(case, implementation)
+    assert out[1].eq(0).all()
+    assert_close(out[[0, 2]], case.expected[[0, 2]])
+
+
+def test_float64_is_computed_in_float64() -> None:
+    case = attention(dataclasses.replace(SHAPE, dtype=torch.float64))
+    out = paged_decode(case.q, case.k_cache, case.v_cache, case.block_tables, case.context_lens, case.scale)
+    torch.testing.assert_close(out, torch.from_numpy(case.expected), rtol=1e-12, atol=1e-12)
+
+
+def test_threads_change_nothing() -> None:
+    case = attention(dataclasses.replace(SHAPE, lengths=((1, 300),) * 7))
+    alone = decode(case, "cpu")
+    torch.set_num_threads(3)
+    assert decode(case, "cpu").equal(alone)
+
+
+def test_a_sequence_does_not_depend_on_its_batch() -> None:
+    case = attention(SHAPE)
+    together = decode(case, "cpu")
+    for row in range(3):
+        one = slice(row, row + 1)
+        alone = dataclasses.replace(
+            case, q=case.q[one], block_tables=case.block_tables[one], context_lens=case.context_lens[one]
+        )
+        assert decode(alone, "cpu").equal(together[one])
+
+
+@every_backend
+@pytest.mark.parametrize("block", [-1, 1_000])
+def test_a_block_outside_the_cache_is_refused(implementation: str, block: int) -> None:
+    case = attention(SHAPE)
+    case.block_tables[0, 2] = block
+    with pytest.raises(IndexError):
+        decode(case, implementation)
+
+
+@every_backend
+def test_a_context_longer_than_its_table_is_refused(implementation: str) -> None:
+    case = attention(SHAPE)
+    case.context_lens[0] = 16 * case.block_tables.shape[1] + 1
+    with pytest.raises(IndexError):
+        decode(case, implementation)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(3, 9, 32)}, ValueError, r"k_cache has shape .* expected \(\*, \*, \*, 32\)"),
+        ({"q": torch.zeros(3, 8, 64)}, ValueError, "q has 8 heads, expected a multiple of the cache's 3"),
+        (
+            {"q": torch.zeros(3, 9, 64).bfloat16()},
+            TypeError,
+            "k_cache has dtype torch.float32, expected torch.bfloat16",
+        ),
+        ({"q": torch.zeros(3, 9, 128)[..., ::2]}, ValueError, "q has stride 2 in its last dimension"),
+        ({"context_lens": torch.ones(3, dtype=torch.int64)}, TypeError, "context_lens has dtype torch.int64"),
+        ({"block_tables": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, r"block_tables has shape \(2, 3\)"),
+        ({"v_cache": torch.zeros(8, 3, 16, 64)}, ValueError, "v_cache has"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        decode(dataclasses.replace(attention(SHAPE), **change), "reference")

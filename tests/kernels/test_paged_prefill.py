@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kernels.paged_prefill import paged_prefill
+from tests.kernels.backends import every_backend, using
+from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes
+
+SHAPE = Shape(3, 3, 64, 16, torch.float32, ((40, 40), (5, 37), (1, 16)), seed=7)
+
+
+def prefill(case: Attention, implementation: str) -> torch.Tensor:
+    with using(implementation) as backend:
+        return paged_prefill(
+            *(case.q, case.k_cache, case.v_cache, case.block_tables, case.cu_seqlens, case.context_lens, case.scale),
+            backend=backend,
+        )
+
+
+@every_backend
+@given(shape=shapes(max_new=70, max_context=300, dtypes=(torch.float32, torch.bfloat16)))
+@settings(max_examples=15, deadline=None)
+def test_equals_dense_attention(implementation: str, shape: Shape) -> None:
+    case = attention(shape)
+    assert_close(prefill(case, implementation), case.expected)
+
+
+@every_backend
+def test_a_long_prompt(implementation: str) -> None:
+    case = attention(dataclasses.replace(SHAPE, num_kv_heads=1, lengths=((577, 600),)))
+    assert_close(prefill(case, implementation), case.expected)
+
+
+@every_backend
+@pytest.mark.parametrize("head_dim", [8, 20, 72, 80, 96, 256, 264])
+@pytest.mark.parametrize("group", [2, 50])
+def test_unusual_head_dimensions_and_groups(implementation: str, head_dim: int, group: int) -> None:
+    lengths = ((9, 30), (4, 4))
+    case = attention(dataclasses.replace(SHAPE, head_dim=head_dim, group=group, num_kv_heads=2, lengths=lengths))
+    assert_close(prefill(case, implementation), case.expected)
+
+
+@every_backend
+def test_scores_far_apart_do_not_overflow(implementation: str) -> None:
+    case = attention(SHAPE, scale=40.0)
+    assert_close(prefill(case, implementation), case.expected, extra=1e-3)  # a score near 1,000 has an error near 1e-4
+
+
+@every_backend
+def test_a_sequence_without_new_tokens_is_left_out(implementation: str) -> None:
+    case = attention(SHAPE)
+    cu_seqlens = torch.tensor([0, 40, 40, 45, 46], dtype=torch.int32)
+    rows = torch.tensor([0, 0, 1, 2])
+    case = dataclasses.replace(
+        case, cu_seqlens=cu_seqlens, block_tables=case.block_tables[rows], context_lens=case.context_lens[rows]
+    )
+    assert_close(prefill(case, implementation), case.expected)
+
+
+@every_backend
+def test_no_tokens_at_all(implementation: str) -> None:
+    case = attention(SHAPE)
+    zeros = torch.zeros(4, dtype=torch.int32)
+    assert prefill(dataclasses.replace(case, q=case.q[:0], cu_seqlens=zeros), implementation).shape == (0, 9, 64)
+
+
+def test_chunks_give_what_the_whole_gives() -> None:
+    whole = attention(dataclasses.replace(SHAPE, lengths=((100, 100),)))
+    for start, end in ((0, 33), (33, 34), (34, 100)):
+        chunk = dataclasses.replace(
+            whole,
+            q=whole.q[start:end],
+            cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32),
+            context_lens=torch.tensor([end], dtype=torch.int32),
+        )
+        assert_close(prefill(chunk, "cpu"), whole.expected[start:end])
+
+
+def test_threads_change_nothing() -> None:
+    case = attention(dataclasses.replace(SHAPE, lengths=((150, 200), (20, 90), (1, 300))))
+    alone = prefill(case, "cpu")
+    torch.set_num_threads(3)
+    assert prefill(case, "cpu").equal(alone)
+
+
+@every_backend
+@pytest.mark.parametrize("block", [-1, 1_000])
+def test_a_block_outside_the_cache_is_refused(implementation: str, block: int) -> None:
+    case = attention(SHAPE)
+    case.block_tables[0, 2] = block
+    with pytest.raises(IndexError):
+        prefill(case, implementation)
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 40, 45, 45], [1, 40, 45, 46], [0, 45, 40, 46], [0, 1, 45, 46]])
+def test_sequences_that_do_not_fit_their_tokens_are_refused(cu_seqlens: list[int]) -> None:
+    case = dataclasses.replace(attention(SHAPE), cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32))
+    with pytest.raises(IndexError, match="do not run from 0 to 46"):
+        prefill(case, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cu_seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError, r"cu_seqlens has shape \(3,\), expected \(4\)"),
+        ({"cu_seqlens": torch.zeros(4, dtype=torch.int64)}, TypeError, "cu_seqlens has dtype torch.int64"),
+        ({"q": torch.zeros(46, 576)}, ValueError, r"q has shape \(46, 576\)"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        prefill(dataclasses.replace(attention(SHAPE), **change), "reference")

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.dispatch import Backend
+from kernels.sampling import add_bias, apply_penalties, ban, draw, filter_logits, greedy
+
+BACKENDS: tuple[Backend, ...] = ("reference", "cpu")
+VOCAB = 40
+
+# Few distinct values, so that ties abound; some tokens are banned.
+coarse_rows = st.lists(
+    st.sampled_from([-math.inf, -2.0, -1.0, -0.0, 0.0, 0.5, 1.0, 3.0]), min_size=VOCAB, max_size=VOCAB
+).filter(lambda row: max(row) > -math.inf)
+fine_rows = st.lists(st.floats(-8, 8, width=32), min_size=VOCAB, max_size=VOCAB)
+token_ids = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+
+
+def survivors(row: list[float], top_k: int, top_p: float, min_p: float) -> tuple[set[int], float]:
+    """The filters token by token, and how close a decision about probability came to going the other way."""
+    order = sorted(range(len(row)), key=lambda token: (-row[token], token))[: top_k or len(row)]
+    weights = [math.exp(row[token] - row[order[0]]) for token in order]
+    total = math.fsum(weights)
+    kept, margin = set(), math.inf
+    for rank, token in enumerate(order):
+        before = math.fsum(weights[:rank]) / total
+        nucleus = top_p == 1.0 or rank == 0 or before < top_p
+        likely = min_p == 0.0 or rank == 0 or weights[rank] >= min_p
+        if top_p < 1.0 and rank > 0:
+            margin = min(margin, abs(before - top_p))
+        if min_p > 0.0 and rank > 0:
+            margin = min(margin, abs(weights[rank] - min_p))
+        if nucleus and likely:
+            kept.add(token)
+    return kept, margin
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    row=st.one_of(coarse_rows, fine_rows),
+    top_k=st.integers(0, VOCAB + 5),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.01, 1.0)),
+)
+@settings(max_examples=150, deadline=None)
+def test_filters_keep_what_their_definition_keeps(
+    backend: Backend, row: list[float], top_k: int, top_p: float, min_p: float
+) -> None:
+    expected, margin = survivors(row, top_k, top_p, min_p)
+    logits = torch.tensor([row, row])
+    before = logits.clone()
+    filter_logits(logits, [top_k, 0], [top_p, 1.0], [min_p, 0.0], backend=backend)
+    assert torch.equal(logits[1], before[1])
+    kept = {token for token in range(VOCAB) if logits[0, token] > -math.inf}
+    if margin > 1e-9:
+        assert kept == {token for token in expected if row[token] > -math.inf}
+    assert all(logits[0, token] == before[0, token] for token in kept)
+    assert int(greedy(before[:1])) in kept
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.9, 0.0), (0, 0.999, 0.01), (5000, 1.0, 0.0), (2000, 0.5, 0.2)]
+)
+@pytest.mark.parametrize("spread", [0.001, 1.0, 8.0])
+def test_backends_agree_on_a_large_vocabulary(top_k: int, top_p: float, min_p: float, spread: float) -> None:
+    logits = torch.randn(1, 49_152, generator=torch.Generator().manual_seed(1)) * spread
+    results = [logits.clone() for _ in BACKENDS]
+    for backend, result in zip(BACKENDS, results, strict=True):
+        filter_logits(result, [top_k], [top_p], [min_p], backend=backend)
+    assert torch.equal(results[0], results[1])
+    assert results[0].isinf().any()
+
+
+def test_many_ties_at_the_cut_keep_the_lowest_ids() -> None:
+    logits = torch.zeros(1, 5000)
+    filter_logits(logits, [1500], [1.0], [0.0])
+    assert logits.isfinite()[0].nonzero().squeeze(1).tolist() == list(range(1500))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([-1], [1.0], [0.0]), r"top_k is \[-1\], expected numbers >= 0"),
+        (([0], [0.0], [0.0]), r"top_p is \[0.0\], expected numbers in \(0, 1\]"),
+        (([0], [1.1], [0.0]), "top_p is"),
+        (([0], [math.nan], [0.0]), "top_p is"),
+        (([0], [1.0], [-0.1]), r"min_p is \[-0.1\], expected numbers in \[0, 1\]"),
+        (([0, 0], [1.0], [0.0]), "got 2 entries for 1 rows of logits"),
+    ],
+)
+def test_parameters_outside_their_ranges_are_named(
+    arguments: tuple[list[int], list[float], list[float]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        filter_logits(torch.zeros(1, 5), *arguments)
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.zeros(2, 49_152)
+    logits[0, [40_000, 12, 31_000]] = 1.0
+    assert greedy(logits).tolist() == [12, 0]
+
+
+@given(
+    row=fine_rows,
+    prompt=token_ids,
+    output=token_ids,
+    repetition=st.sampled_from([1.0, 0.5, 1.3]),
+    presence=st.sampled_from([0.0, -1.5, 0.7]),
+    frequency=st.sampled_from([0.0, -0.3, 2.0]),
+)
+@settings(deadline=None)
+def test_penalties_equal_their_definition(
+    row: list[float], prompt: list[int], output: list[int], repetition: float, presence: float, frequency: float
+) -> None:
+    expected = []
+    for token, logit in enumerate(row):
+        seen = token in prompt or token in output
+        value = logit if not seen else logit / repetition if logit > 0 else logit * repetition
+        expected.append(value - presence * (token in output) - frequency * output.count(token))
+    logits = torch.tensor([[1.0] * VOCAB, row])
+    apply_penalties(logits, [[], prompt], [[], output], [1.0, repetition], [0.0, presence], [0.0, frequency])
+    assert logits[0].eq(1.0).all()
+    torch.testing.assert_close(logits[1].double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+
+
+def test_bias_and_bans() -> None:
+    logits = torch.arange(6.0).reshape(2, 3)
+    add_bias(logits, [{0: 10.0, 2: -1.0}, {}])
+    ban(logits, [[], {1, 2}])
+    assert logits.tolist() == [[10.0, 1.0, 1.0], [3.0, -math.inf, -math.inf]]
+
+
+@pytest.mark.parametrize("token", [-1, 3])
+def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
+    logits = torch.zeros(1, 3)
+    refused = pytest.raises(IndexError, match=rf"token ids {token} .. {token} leave the vocabulary 0 .. 2")
+    with refused:
+        add_bias(logits, [{token: 1.0}])
+    with refused:
+        ban(logits, [[token]])
+    with refused:
+        apply_penalties(logits, [[token]], [[]], [2.0], [0.0], [0.0])
+    assert logits.eq(0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=30).filter(any),
+    number=st.one_of(st.sampled_from([0.0, 0.5, 1.0 - 2.0**-53]), st.floats(0, 1, exclude_max=True)),
+)
+def test_draw_inverts_the_cumulative_sum(backend: Backend, weights: list[float], number: float) -> None:
+    token = int(draw(torch.tensor([weights]), [number], backend=backend))
+    assert weights[token] > 0
+    target = number * sum(weights)  # all sums of these weights are exact
+    assert sum(weights[:token]) <= target
+    assert sum(weights[: token + 1]) > target or token == max(i for i, w in enumerate(weights) if w)
+
+
+def test_draw_follows_the_probabilities() -> None:
+    probs = torch.tensor([[0.1, 0.0, 0.6, 0.3]])
+    drawn = [int(draw(probs, [(i + 0.5) / 1000])) for i in range(1000)]
+    assert [drawn.count(token) for token in range(4)] == [100, 0, 600, 300]
+
+
+@pytest.mark.parametrize("number", [-0.1, 1.0, math.nan])
+def test_uniforms_outside_the_unit_interval_are_refused(number: float) -> None:
+    with pytest.raises(ValueError, match="uniforms"):
+        draw(torch.ones(1, 3), [number])
