@@ -104,8 +104,8 @@ class Exchange:
         try:
             async with asyncio.timeout(LINGER_S):
                 await self._discard(LINGER_BYTES)
-        except (TimeoutError, ClientGone):
-            pass  # it had its chance
+        except (TimeoutError, ClientGone, asyncio.CancelledError):
+            pass  # it had its chance; only a stop of the server cancels us, and the answer stays the same
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _discard(self, max_bytes: int) -> None:

@@ -245,6 +245,18 @@ async def stop_while_streaming(router: ScriptedRouter, drain_timeout_s: int) -> 
     return rest.decode()
 
 
+async def test_stop_does_not_wait_for_a_refused_body(
+    router: ScriptedRouter, server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await RawClient.connect(server)
+    client.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000000\r\n\r\n")
+    await client.read_until(b'"body_too_large"}}')
+    await asyncio.wait_for(server.stop(), LIMIT_S)
+    await client.leave()
+    assert "Exception in ASGI" not in caplog.text
+    assert "without completing" not in caplog.text
+
+
 async def test_stop_lets_running_streams_finish(router: ScriptedRouter) -> None:
     rest = await stop_while_streaming(router, drain_timeout_s=30)
     assert " world" in rest

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from gateway.server import HttpServer
 from proto import common_pb2 as pb
 from proto.errors import (
+    Cancelled,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -243,6 +244,7 @@ ERRORS: list[tuple[PdserveError, type[openai.APIStatusError], int, str | None, s
     (PodUnavailable("no pod"), openai.InternalServerError, 503, None, "pod_unavailable"),
     (DeadlineExceeded("late"), openai.InternalServerError, 504, None, "deadline_exceeded"),
     (InternalError("bug"), openai.InternalServerError, 500, None, "internal_error"),
+    (Cancelled("aborted"), openai.APIStatusError, 499, None, "request_cancelled"),
 ]  # fmt: skip
 
 
