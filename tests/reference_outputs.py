@@ -119,7 +119,7 @@ def _compute(model_dir: Path, prompts: dict[str, list[int]]) -> list[ReferenceCa
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     cases = []

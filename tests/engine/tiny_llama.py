@@ -58,7 +58,8 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def random_ids(count: int, seed: int = 0, vocab_size: int = TINY["vocab_size"]) -> list[int]:
-    return np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
+    ids: list[int] = np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
+    return ids
 
 
 def scheduled(

@@ -1,0 +1,97 @@
+"""Weights: fused in the right order, mapped where they can be, and refused when they do not fit config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.model_config import CheckpointError, read_config
+from engine.weights import LlamaWeights, load_weights
+from tests.engine.tiny_llama import edit_config, make_checkpoint
+
+
+def load(folder: Path, dtype: str = "float32") -> LlamaWeights:
+    return load_weights(folder, read_config(folder), dtype)
+
+
+def num_mappings(folder: Path) -> int:
+    """How many times this process has files of `folder` mapped."""
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_fused_rows_come_in_order(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, attention_bias=True, mlp_bias=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = load(tmp_path).layers[1]
+    for fused, kind, names in (
+        (layer.qkv, "self_attn", ("q", "k", "v")),
+        (layer.output, "self_attn", ("o",)),
+        (layer.gate_up, "mlp", ("gate", "up")),
+        (layer.down, "mlp", ("down",)),
+    ):
+        assert fused.bias is not None
+        parts = [f"model.layers.1.{kind}.{name}_proj" for name in names]
+        assert torch.equal(fused.weight, torch.cat([tensors[f"{part}.weight"] for part in parts]))
+        assert torch.equal(fused.bias, torch.cat([tensors[f"{part}.bias"] for part in parts]))
+
+
+def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, tie_word_embeddings=True)
+    weights = load(tmp_path)
+    assert weights.head.weight.data_ptr() == weights.embedding.data_ptr()
+
+
+def test_the_files_dtype_is_mapped_and_the_mappings_end_with_the_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    weights = load(tmp_path)
+    assert num_mappings(tmp_path) > 0
+    del weights
+    assert num_mappings(tmp_path) == 0
+
+
+def test_another_dtype_is_a_copy_and_nothing_stays_mapped(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    weights = load(tmp_path, "bfloat16")
+    assert num_mappings(tmp_path) == 0
+    assert weights.embedding.dtype == weights.layers[0].qkv.weight.dtype == torch.bfloat16
+
+
+def test_float16_files_load(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor.half() for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    assert torch.equal(load(tmp_path).embedding, tensors["model.embed_tokens.weight"].float())
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    edit_config(tmp_path, num_hidden_layers=4)
+    with pytest.raises(CheckpointError, match=r"weight model\.layers\.3\.\S+ is missing, though config\.json calls"):
+        load(tmp_path)
+
+
+def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    edit_config(tmp_path, intermediate_size=100)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight has shape \(112, 64\), config\.json calls for \(100"):
+        load(tmp_path)
+
+
+def test_integer_weights_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError, match="is I8: weights must be F32, F16, BF16"):
+        load(tmp_path)
+
+
+def test_a_shard_index_is_followed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, max_shard_size="60KB")
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    shard = load_file(tmp_path / weight_map["model.norm.weight"])
+    assert torch.equal(load(tmp_path).final_norm, shard["model.norm.weight"])
