@@ -15,8 +15,8 @@ from pdserve.stack import Plan, threads_per_pod
 
 ASSUMED_KV_BYTES = 128 << 20  # of a pod whose cache is sized by itself: enough for a few thousand tokens
 
-# sockaddr_un holds 107 bytes; the sockets of the transfer layer lie deeper and have longer names than the registry's.
-RUN_DIR_MAX_BYTES = 50
+# sockaddr_un holds 107 bytes; the registry's socket lies in the run directory.
+RUN_DIR_MAX_BYTES = 90
 
 
 def prepare(settings: StackSettings, run_dir: Path, reporter: Reporter) -> Plan:

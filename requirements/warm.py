@@ -1,7 +1,7 @@
 """Compiles to bytecode what the processes of a stack import: `python requirements/warm.py`, from the repository root.
 
 Packages are installed without bytecode, since most of it would never be read. This writes the rest even where
-PYTHONDONTWRITEBYTECODE is set; without it every start of torch would compile some 2,000 modules anew.
+PYTHONDONTWRITEBYTECODE is set, else every start of torch would compile some 2,000 modules anew.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--config", "/no/such.yaml"], ["--config /no/such.yaml", "No such file"]),
         (["up", "--model", "no-such-model"], ["'no-such-model'", "known names"]),
         (["up", "--registry-url", "redis://127.0.0.1:1/0"], ["registry", "does not answer"]),
-        (["up", "--engine", "fake", "--run-dir", "/tmp/" + "x" * 60], ["--run-dir", "at most"]),
+        (["up", "--engine", "fake", "--run-dir", "/tmp/" + "x" * 90], ["--run-dir", "at most"]),
         (["model", "no-such-model"], ["'no-such-model'", "known names"]),
         (["demo", "--prompt", ""], ["'prompt'", "at least 1 character"]),
     ],

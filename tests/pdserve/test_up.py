@@ -141,7 +141,7 @@ async def retried(launched: Launched) -> list[int]:
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
-    """Pytest's own are too long for UNIX sockets."""
+    """Pytest's own may be too long for UNIX sockets."""
     with tempfile.TemporaryDirectory(prefix="pdserve-test-") as created:
         yield Path(created)
 
