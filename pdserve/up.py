@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,7 @@ from pdserve.launcher import Stack, run_directory, run_stack
 from pdserve.prepare import prepare
 from pdserve.process import INTERRUPTED
 from pdserve.settings import UpSettings
+from pdserve.stack import ROUTER
 
 
 def main(settings: UpSettings) -> int:
@@ -29,15 +31,19 @@ async def _until_interrupted(stack: Stack) -> int:
 
 
 def endpoints(stack: Stack) -> Table:
-    """Where everything listens, and the two commands that people want next."""
+    """Where everything listens."""
     plan = stack.plan
     grid = Table.grid(padding=(0, 2))
     grid.add_row("OpenAI HTTP", f"http://{plan.http_address}/v1")
-    grid.add_row("router gRPC", plan.router_address)
-    grid.add_row("registry", plan.registry_url)
+    grid.add_row("router gRPC", f"{plan.router_address}  {_metrics(stack.ready_fields(ROUTER))}")
     for process in stack.supervisor.processes:
-        if metrics := process.ready_fields.get("metrics"):
-            grid.add_row(process.spec.name, f"{process.ready_fields['address']}  metrics http://{metrics}/metrics")
+        if "role" in process.ready_fields:
+            grid.add_row(process.spec.name, f"{process.ready_fields['address']}  {_metrics(process.ready_fields)}")
+    grid.add_row("registry", plan.registry_url)
     grid.add_row("logs", str(stack.log_dir))
     grid.add_row("stop", "Ctrl-C")
     return grid
+
+
+def _metrics(ready_fields: Mapping[str, str]) -> str:
+    return f"metrics http://{ready_fields['metrics']}/metrics"

@@ -88,7 +88,7 @@ async def up(*arguments: str) -> AsyncIterator[Launched]:
 async def token_ids(launched: Launched, prompt: str, max_tokens: int) -> list[int]:
     request = pb.GenerateRequest(text=prompt)
     request.sampling.temperature, request.sampling.max_tokens = 0, max_tokens
-    async with RouterClient(launched.endpoints["router gRPC"]) as router:
+    async with RouterClient(launched.endpoints["router gRPC"].split()[0]) as router:
         return [token.token_id async for response in router.generate(request) for token in response.tokens]
 
 
