@@ -15,6 +15,7 @@ import triton.language as tl
 _LOG2_E = math.log2(math.e)
 _SPLIT_TOKENS = 512
 _KEYS = 64  # per loop iteration
+_KEY_BYTES = 512  # a longer head takes fewer keys: consumer GPUs have 99 KiB of shared memory
 _MIN_DOT = 16  # smallest dimension of a tl.dot
 
 
@@ -127,6 +128,7 @@ def paged_decode(
     lse = torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device)
     group = num_heads // num_kv_heads
     dim_padded = max(_MIN_DOT, triton.next_power_of_2(head_dim))
+    keys = max(_MIN_DOT, min(_KEYS, _KEYS * _KEY_BYTES // (dim_padded * q.element_size())))
     decode_split_kernel[(batch, num_kv_heads, num_splits)](
         *(q, k_cache, v_cache, block_tables, context_lens.contiguous(), partial, lse, scale * _LOG2_E),
         *(q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0), num_splits),
@@ -136,7 +138,7 @@ def paged_decode(
         DIM_PADDED=dim_padded,
         BLOCK_SIZE=block_size,
         SPLIT_TOKENS=_SPLIT_TOKENS,
-        KEYS=_KEYS,
+        KEYS=keys,
         num_warps=4,
     )
     decode_merge_kernel[(batch * num_heads,)](

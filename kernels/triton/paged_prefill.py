@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 _LOG2_E = math.log2(math.e)
-_QUERIES = 64  # tokens of a program
-_KEYS = 64  # per loop iteration
+_TILE = 64  # query tokens of a program, keys of a loop iteration
+_TILE_ROW_BYTES = 256  # a longer head takes smaller tiles: consumer GPUs have 99 KiB of shared memory
 _MIN_DOT = 16  # smallest dimension of a tl.dot
 
 
@@ -94,14 +94,16 @@ def paged_prefill(
     num_sequences = context_lens.shape[0]
     if num_tokens == 0:
         return
-    prefill_kernel[(triton.cdiv(num_tokens, _QUERIES), num_heads, num_sequences)](
+    dim_padded = max(_MIN_DOT, triton.next_power_of_2(head_dim))
+    tile = max(_MIN_DOT, min(_TILE, _TILE * _TILE_ROW_BYTES // (dim_padded * q.element_size())))
+    prefill_kernel[(triton.cdiv(num_tokens, tile), num_heads, num_sequences)](
         *(q, k_cache, v_cache, block_tables, cu_seqlens.contiguous(), context_lens.contiguous(), out),
         *(scale * _LOG2_E, num_heads, q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0)),
         GROUP=num_heads // k_cache.shape[1],
         HEAD_DIM=head_dim,
-        DIM_PADDED=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
+        DIM_PADDED=dim_padded,
         BLOCK_SIZE=k_cache.shape[2],
-        QUERIES=_QUERIES,
-        KEYS=_KEYS,
+        QUERIES=tile,
+        KEYS=tile,
         num_warps=4,
     )
