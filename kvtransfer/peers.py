@@ -58,7 +58,7 @@ class Peers:
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._fetch(address)
         except (PdserveError, grpc.RpcError, OSError) as error:  # TimeoutError is an OSError
-            raise PeerLost(f"pod {pod_id!r} at {address}: {error or 'no answer'}", pod_id=pod_id) from error
+            raise PeerLost(f"pod {pod_id!r} at {address}: {str(error) or 'no answer'}", pod_id=pod_id) from error
         if (answer.pod_id, answer.epoch) != key:
             raise LeaseExpired(
                 f"pod {pod_id!r} epoch {epoch!r} is gone: {address} is pod {answer.pod_id!r} epoch {answer.epoch!r}",

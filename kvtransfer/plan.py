@@ -43,8 +43,9 @@ def locate(descs: XferDescs, regions: Sequence[Region]) -> Side:
     for i, region in enumerate(regions):
         if region.mem_type is not descs.getType():
             continue
-        begin, end = np.uint64(region.address), np.uint64(region.address + region.num_bytes)
-        inside = (address >= begin) & (address <= end) & (length <= end - address) & (device == region.device)
+        begin, size = np.uint64(region.address), np.uint64(region.num_bytes)
+        offset = address - begin  # wraps below the region
+        inside = (address >= begin) & (offset <= size) & (length <= size - offset) & (device == region.device)
         region_of[inside & (region_of < 0)] = i
     lost = np.flatnonzero(region_of < 0)
     if lost.size:

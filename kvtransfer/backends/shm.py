@@ -192,6 +192,8 @@ class ShmBackend(Backend):
         for name in peers:
             self.remove_peer(name)
         self._listener.close()
+        with self._lock:
+            self._shared.clear()
 
 
 def parse_params(params: Mapping[str, str]) -> tuple[Path, float]:
@@ -215,6 +217,6 @@ def parse_connection_info(info: str) -> tuple[Path, str]:
         directory, token = content["dir"], content["token"]
         if not isinstance(directory, str) or "\0" in directory or len(bytes.fromhex(token)) != 16:
             raise ValueError(f"directory {directory!r}, token {token!r}")
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise nixlMismatchError(f"connection info of shm cannot be read: {error}") from None
     return Path(directory), token

@@ -151,7 +151,7 @@ def _receive_files(sock: socket.socket, name: str, deadline: float) -> dict[int,
         raise nixlRemoteDisconnectError(f"peer {name!r} is gone: another agent listens there, or none")
     try:
         return _map_files(message, fds)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise nixlBackendError(f"peer {name!r} answered what cannot be used: {error}") from None
     finally:
         for fd in fds:  # those that could not be mapped

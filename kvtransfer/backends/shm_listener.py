@@ -89,10 +89,14 @@ class Listener:
 
     def _run(self) -> None:
         while not self._stopping:
-            for key, _ in self._selector.select(self._timeout_s()):
-                key.data()
+            self._handle_events()
             self._drop_silent()
         self._close_all()
+
+    def _handle_events(self) -> None:
+        """A function of its own, so that no variable holds on to the last event's link, and its mappings, meanwhile."""
+        for key, _ in self._selector.select(self._timeout_s()):
+            key.data()
 
     def _close_all(self) -> None:
         for visitor in list(self._visitors):
@@ -149,8 +153,8 @@ class Listener:
             self._handle(visitor, *wire.unpack(message))
         except BlockingIOError:
             return
-        except (OSError, ValueError) as error:
-            self._drop(visitor, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever a visitor causes ends that visitor and nothing else
+            self._drop(visitor, f"{type(error).__name__}: {error}")
 
     def _handle(self, visitor: Visitor, kind: bytes, body: bytes) -> None:
         """Raises ValueError for a message that has no place here."""
