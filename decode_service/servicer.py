@@ -21,7 +21,7 @@ from kvtransfer.puller import Puller
 from pod.kv_service import fetch_metadata
 from pod.role import Owed, PodContext
 from pod.rpc import Context, rpc
-from pod.spec import check_duration_ms, parse_spec, refusal
+from pod.spec import cannot_run, check_duration_ms, parse_spec, refusal
 from pod.ticker import Ticker
 from proto import kv_pb2, pods_pb2, pods_pb2_grpc, registry_pb2
 from proto.errors import (
@@ -104,7 +104,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         except TimeoutError:
             raise self._overloaded(wait_s) from None
         except ValueError as error:
-            raise refusal("sequence", spec.sequence_id, f"what this pod can run: {error}") from None
+            raise cannot_run(spec, error) from None
         if not self.table.holds(entry):
             self._check_open()
             raise Cancelled(f"sequence {spec.sequence_id} was aborted while it waited for blocks")
@@ -195,7 +195,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
             await self._pod.engine.call(lambda core: core.add(spec))
             added = True
         except ValueError as error:
-            raise refusal("sequence", spec.sequence_id, f"what this pod can run: {error}") from None
+            raise cannot_run(spec, error) from None
         finally:
             if not added and self.table.holds(entry):
                 self._free(entry)

@@ -34,6 +34,7 @@ class Registration:
         self._interval_s = interval_s
         self._heartbeats = 0
         self._reachable = True
+        self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._client = redis.asyncio.from_url(
             url, socket_timeout=CONNECT_S, socket_connect_timeout=CONNECT_S, retry=Retry(NoBackoff(), 0)
@@ -60,9 +61,9 @@ class Registration:
 
     async def stop(self, *, remove: bool = True) -> None:
         """Ends the heartbeat and removes the record, unless a newer incarnation of this pod has written its own."""
+        self._stopping.set()  # no cancellation: one that hits a write is lost now and then
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await self._task
             self._task = None
             if remove:
                 with contextlib.suppress(redis.RedisError, OSError):
@@ -70,8 +71,11 @@ class Registration:
         await self._client.aclose()
 
     async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._stopping.wait()
+                    return
             await self.publish()
 
     async def _write(self) -> None:

@@ -81,6 +81,11 @@ def refusal(field: str, value: object, allowed: str) -> InvalidRequest:
     return InvalidRequest(f"{field} = {value}: must be {allowed}", field=field)
 
 
+def cannot_run(spec: SequenceSpec, error: ValueError) -> InvalidRequest:
+    """For the engine's own refusal: too long for its cache, or an id in use."""
+    return InvalidRequest(f"sequence {spec.sequence_id!r} cannot run on this pod: {error}", field="sequence")
+
+
 def check_duration_ms(field: str, value: int, largest: int, smallest: int = 1) -> None:
     if not smallest <= value <= largest:
         raise refusal(field, value, f"in [{smallest}, {largest}]")

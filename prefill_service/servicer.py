@@ -16,7 +16,7 @@ from engine.sequence import SequenceSpec
 from pod.messages import FINISH_REASONS, token_output
 from pod.role import Owed, PodContext
 from pod.rpc import Context, rpc
-from pod.spec import check_duration_ms, parse_spec, refusal
+from pod.spec import cannot_run, check_duration_ms, parse_spec
 from pod.ticker import Ticker
 from prefill_service.table import Entry, PrefillTable
 from proto import kv_pb2, pods_pb2, pods_pb2_grpc, registry_pb2
@@ -66,7 +66,7 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
         try:
             await self._pod.engine.call(lambda core: core.add(spec, hold=True))
         except ValueError as error:
-            raise refusal("sequence", spec.sequence_id, f"what this pod can run: {error}") from None
+            raise cannot_run(spec, error) from None
         event = await entry.first_token
         response = pods_pb2.PrefillResponse(
             first_token=token_output(event.token),

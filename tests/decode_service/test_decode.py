@@ -10,10 +10,13 @@ import pytest
 
 from decode_service import stream as stream_module
 from pod.pod import Pod
-from proto import common_pb2, kv_pb2, pods_pb2
+from proto import common_pb2, kv_pb2, pods_pb2, pods_pb2_grpc
 from proto.errors import Cancelled, InvalidRequest, LayoutMismatch, LeaseExpired, Overloaded, PodUnavailable
-from tests.support.cluster import Cluster, assert_idle, until
+from tests.support.cluster import Cluster, assert_idle
 from tests.support.pod_client import PodClient, right_answer, spec
+from tests.support.polling import until
+
+ENDLESS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True, "stop_token_ids": []}
 
 
 @pytest.fixture
@@ -182,7 +185,7 @@ async def test_preempted_sequences_still_get_their_answer(cluster: Cluster) -> N
 async def test_abort_while_decoding(cluster: Cluster) -> None:
     pod = await cluster.start("decode", fake_step_s=0.002)
     client = await cluster.decode_client(pod)
-    sequence = spec([1, 2], max_tokens=3000, ignore_eos=True, stop_token_ids=[])
+    sequence = spec([1, 2], **ENDLESS)
     await client.start_decode(sequence)
     await client.received[sequence.sequence_id].until_tokens(3)
     assert await client.abort(sequence.sequence_id)
@@ -208,7 +211,7 @@ def handed_over(
     """A StartDecode's arguments, without a prefill pod."""
     extended = pods_pb2.SequenceSpec.FromString(sequence.SerializeToString())
     extended.output_token_ids.append(9)
-    fields = {
+    fields: dict[str, Any] = {
         "sequence_id": sequence.sequence_id,
         "source_address": "127.0.0.1:1",
         "layout_fingerprint": fingerprint(pod),
@@ -270,8 +273,7 @@ async def test_without_tokens_the_stream_beats(client: PodClient) -> None:
 async def test_the_end_of_a_stream_aborts_all_that_was_started_for_it(cluster: Cluster) -> None:
     pod = await cluster.start("decode", fake_step_s=0.002)
     client, other = await cluster.decode_client(pod), await cluster.decode_client(pod, "router-2")
-    endless = {"max_tokens": 3000, "ignore_eos": True, "stop_token_ids": []}
-    sequences = [spec([n], **endless) for n in range(3)]
+    sequences = [spec([n], **ENDLESS) for n in range(3)]
     for sequence in sequences:
         await client.start_decode(sequence)
     await client.reserve(spec([9]), fingerprint(pod))
@@ -288,7 +290,7 @@ async def test_the_end_of_a_stream_aborts_all_that_was_started_for_it(cluster: C
 async def test_a_second_stream_replaces_the_first(cluster: Cluster) -> None:
     pod = await cluster.start("decode", fake_step_s=0.002)
     first = await cluster.decode_client(pod)
-    lost = spec([1], max_tokens=3000, ignore_eos=True, stop_token_ids=[])
+    lost = spec([1], **ENDLESS)
     await first.start_decode(lost)
     await first.received[lost.sequence_id].until_tokens(1)
     second = await cluster.decode_client(pod)
@@ -300,24 +302,26 @@ async def test_a_second_stream_replaces_the_first(cluster: Cluster) -> None:
 
 
 async def test_a_reader_that_never_reads_is_dropped(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module.TokenStream.__init__, "__kwdefaults__", {"max_pending_tokens": 2000})
-    pod = await cluster.start("decode")
+    monkeypatch.setattr(stream_module.TokenStream.__init__, "__kwdefaults__", {"max_pending_tokens": 500})
+    pod = await cluster.start("decode", num_blocks=512)
     client = cluster.client(pod)
-    call = client.decode_stub.StreamTokens(pods_pb2.StreamTokensRequest(router_id=client.router_id))
-    assert await call.read() is not grpc.aio.EOF
-    endless = {"max_tokens": 900, "ignore_eos": True, "stop_token_ids": [], "logprobs": 20}
-    with pytest.raises(PodUnavailable, match="no open token stream"):
-        while True:
-            await client.start_decode(spec([1, 2], **endless))
-            await until(lambda: pod.load().num_waiting == 0)
-    await assert_idle(pod)
-    call.cancel()
+    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+    async with grpc.aio.insecure_channel(pod.address, options=small_window) as channel:
+        stub: pods_pb2_grpc.DecodePodAsyncStub = pods_pb2_grpc.DecodePodStub(channel)
+        call = stub.StreamTokens(pods_pb2.StreamTokensRequest(router_id=client.router_id))
+        assert await call.read() is not grpc.aio.EOF
+        for _ in range(8):
+            await client.start_decode(spec([1, 2], **ENDLESS, logprobs=20))
+        await assert_idle(pod)
+        with pytest.raises(PodUnavailable, match="no open token stream"):
+            await client.start_decode(spec([1]))
+        call.cancel()
 
 
 async def test_stop_tells_the_streams(cluster: Cluster) -> None:
     pod = await cluster.start("decode", fake_step_s=0.002)
     client = await cluster.decode_client(pod)
-    sequence = spec([1], max_tokens=3000, ignore_eos=True, stop_token_ids=[])
+    sequence = spec([1], **ENDLESS)
     await client.start_decode(sequence)
     await client.received[sequence.sequence_id].until_tokens(1)
     await cluster.stop(pod)

@@ -74,6 +74,7 @@ async def test_unread_tokens_are_bounded() -> None:
     stream.push(2, tokens("b", 3))
     assert not stream.overflown
     stream.push(3, tokens("b", 4))
-    assert stream.overflown
+    overflown: bool = stream.overflown
+    assert overflown
     await stream.next()
     assert not stream.overflown

@@ -60,7 +60,7 @@ def test_unused_credits_expire_once() -> None:
 def test_a_second_sequence_of_the_same_id_is_refused() -> None:
     table = DecodeTable()
     reserved(table)
-    with pytest.raises(InvalidRequest, match="sequence.sequence_id = 'a'"):
+    with pytest.raises(InvalidRequest, match=r"sequence\.sequence_id = 'a'"):
         table.add(Entry("a", "router", State.WAITING))
 
 

@@ -6,14 +6,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 import pytest
 
-from engine.batch import Batch, SampledToken, TokenEvent
+from engine.batch import Batch, TokenEvent
 from engine.core import EngineConfig, EngineCore
 from engine.fake import FakeRunner, fake_generate
-from engine.sequence import SamplingParams, SequenceSpec
+from engine.sequence import SampledToken, SamplingParams, SequenceSpec
 from pod.engine_thread import EngineThread
 from proto.errors import InternalError
 
@@ -34,7 +35,8 @@ class Watched:
         self.batches: list[int] = []
         self.crashes: list[BaseException] = []
         self.changed = asyncio.Event()
-        self.thread = EngineThread(core, self._on_events, on_crash=self._on_crash)
+        self.step_times: list[float] = []
+        self.thread = EngineThread(core, self._on_events, on_crash=self._on_crash, on_step=self.step_times.append)
 
     def _on_events(self, events: list[TokenEvent]) -> None:
         self.events += events
@@ -69,7 +71,7 @@ def spec(name: str, prompt: tuple[int, ...] = (65, 66)) -> SequenceSpec:
 async def test_answers_arrive_as_one_call_a_step() -> None:
     async with watched(make_core()) as watcher:
         both = [spec("a"), spec("b", (1, 2, 3))]
-        await watcher.thread.call(lambda core: [core.add(s) for s in both])
+        await watcher.thread.call(lambda core: add_all(core, both))
         await watcher.until(lambda: len(watcher.events) == 10)
         assert watcher.batches == [2] * 5
         for sequence in both:
@@ -80,10 +82,10 @@ async def test_answers_arrive_as_one_call_a_step() -> None:
 async def test_a_result_comes_after_the_events_of_earlier_steps() -> None:
     async with watched(make_core()) as watcher:
         await watcher.thread.call(lambda core: core.add(spec("a")))
-        while (load := await watcher.thread.call(EngineCore.load)).num_running:
-            seen = len(watcher.events)
-            assert load.num_free_blocks < load.num_blocks
-        assert len(watcher.events) == 5 >= seen
+        num_steps = 0
+        while num_steps < 5:  # a token a step
+            num_steps = await watcher.thread.call(lambda core: len(watcher.step_times))
+            assert len(watcher.events) >= num_steps
 
 
 async def test_commands_run_on_one_other_thread_in_order() -> None:
@@ -91,11 +93,12 @@ async def test_commands_run_on_one_other_thread_in_order() -> None:
         order: list[int] = []
         names: set[str] = set()
 
-        def command(number: int) -> Callable[[EngineCore], None]:
-            return lambda core: (order.append(number), names.add(threading.current_thread().name))[0]
+        def note(number: int, core: EngineCore) -> None:
+            order.append(number)
+            names.add(threading.current_thread().name)
 
-        watcher.thread.post(command(0))
-        await asyncio.gather(*(watcher.thread.call(command(n)) for n in range(1, 20)))
+        watcher.thread.post(partial(note, 0))
+        await asyncio.gather(*(watcher.thread.call(partial(note, n)) for n in range(1, 20)))
         assert order == list(range(20))
         assert names == {"engine"}
 
@@ -109,50 +112,70 @@ async def test_a_command_s_exception_is_its_caller_s() -> None:
 
 
 async def test_an_idle_thread_waits() -> None:
-    """Without work no step is taken: the runner is never called, and the thread is blocked on its condition."""
-    steps: list[float] = []
-    thread = EngineThread(make_core(), lambda events: None, on_crash=lambda error: None, on_step=steps.append)
-    thread.start()
-    try:
-        await thread.call(lambda core: None)
-        await thread.call(lambda core: None)
-        assert steps == []
-    finally:
-        await thread.stop()
+    """Without work no step is taken."""
+    core = make_core()
+    async with watched(core) as watcher:
+        for _ in range(3):
+            await watcher.thread.call(lambda core: None)
+        assert not core.has_work
+        assert watcher.step_times == []
 
 
 async def test_cancelling_a_caller_leaves_the_engine_alone() -> None:
     async with watched(make_core()) as watcher:
-        entered, leave = threading.Event(), threading.Event()
-        watcher.thread.post(lambda core: (entered.set(), leave.wait(5)))
-        await asyncio.to_thread(entered.wait, 5)
+        gate = Gate()
+        watcher.thread.post(gate.hold)
+        await asyncio.to_thread(gate.entered.wait, 5)
         call = asyncio.create_task(watcher.thread.call(lambda core: core.add(spec("a"))))
         await asyncio.sleep(0)
         call.cancel()
         undo = asyncio.create_task(watcher.thread.call(lambda core: core.abort("a")))
         await asyncio.sleep(0)
-        leave.set()
+        gate.leave.set()
         with pytest.raises(asyncio.CancelledError):
             await call
         assert await undo is True
 
 
+def add_all(core: EngineCore, specs: list[SequenceSpec]) -> None:
+    for s in specs:
+        core.add(s)
+
+
+class Gate:
+    """Holds the engine's thread up, between steps."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.leave = threading.Event()
+
+    def hold(self, _core: EngineCore | None = None) -> None:
+        self.entered.set()
+        self.leave.wait(5)
+
+
 class BrokenRunner(FakeRunner):
+    """Fails in its first batch, once the gate opens."""
+
+    gate = Gate()
+
     def execute(self, batch: Batch) -> list[SampledToken | None]:
+        self.gate.hold()
         raise RuntimeError("out of luck")
 
 
 async def test_a_crash_fails_pending_and_later_calls() -> None:
-    core = make_core(BrokenRunner(np.zeros(BLOCKS * 256, np.uint8), 16))
-    async with watched(core) as watcher:
-        entered, leave = threading.Event(), threading.Event()
-        watcher.thread.post(lambda core: (entered.set(), leave.wait(5), core.add(spec("a"))))
-        await asyncio.to_thread(entered.wait, 5)
-        leave.set()
-        await watcher.until(lambda: bool(watcher.crashes))
-        assert "out of luck" in str(watcher.crashes[0])
-        with pytest.raises(InternalError, match="out of luck"):
-            await watcher.thread.call(EngineCore.load)
+    runner = BrokenRunner(np.zeros(BLOCKS * 256, np.uint8), 16)
+    async with watched(make_core(runner)) as watcher:
+        watcher.thread.post(lambda core: core.add(spec("a")))
+        await asyncio.to_thread(runner.gate.entered.wait, 5)
+        pending = asyncio.create_task(watcher.thread.call(EngineCore.load))
+        await asyncio.sleep(0)
+        runner.gate.leave.set()
+        for call in (pending, watcher.thread.call(EngineCore.load)):
+            with pytest.raises(InternalError, match="out of luck"):
+                await call
+        assert len(watcher.crashes) == 1
         watcher.thread.post(lambda core: core.abort("a"))  # heard by nobody, and no error
 
 

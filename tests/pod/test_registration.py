@@ -13,6 +13,7 @@ from pod.errors import StartupError
 from pod.registration import Registration
 from proto.registry import pod_key
 from proto.registry_pb2 import POD_STATE_DRAINING, POD_STATE_READY, PodRecord
+from tests.support.polling import until
 from tests.support.ports import free_port
 from tests.support.registry import RegistryServer
 
@@ -38,15 +39,15 @@ def registration(url: str, record: PodRecord, interval_s: float = INTERVAL_S) ->
 async def read(url: str, pod_id: str) -> PodRecord | None:
     async with redis.asyncio.from_url(url) as client:
         stored = await client.get(pod_key(CLUSTER, pod_id))
-        return None if stored is None else PodRecord.FromString(stored)
+        return PodRecord.FromString(stored) if isinstance(stored, bytes) else None
 
 
-async def until(url: str, pod_id: str, heartbeat: int) -> PodRecord:
-    """Polls, since nothing tells a reader of a registry that a record has changed."""
-    async with asyncio.timeout(5):
-        while (record := await read(url, pod_id)) is None or record.heartbeat < heartbeat:
-            await asyncio.sleep(0.005)
-        return record
+async def until_heartbeat(url: str, pod_id: str, heartbeat: int) -> None:
+    async def reached() -> bool:
+        record = await read(url, pod_id)
+        return record is not None and record.heartbeat >= heartbeat
+
+    await until(reached)
 
 
 async def test_record_is_published_renewed_and_removed(registry_url: str) -> None:
@@ -56,7 +57,7 @@ async def test_record_is_published_renewed_and_removed(registry_url: str) -> Non
     stored = await read(registry_url, "pod-1")
     assert stored is not None
     assert (stored.heartbeat, stored.heartbeat_interval_s, stored.epoch) == (1, INTERVAL_S, "e1")
-    await until(registry_url, "pod-1", heartbeat=3)
+    await until_heartbeat(registry_url, "pod-1", 3)
     await ours.stop()
     assert await read(registry_url, "pod-1") is None
 
@@ -68,9 +69,11 @@ async def test_record_expires_after_three_intervals(registry_url: str) -> None:
         remaining_ms = await client.pttl(pod_key(CLUSTER, "pod-2"))
     assert 0 < remaining_ms <= 3 * INTERVAL_S * 1000
     await ours.stop(remove=False)
-    async with asyncio.timeout(5):
-        while await read(registry_url, "pod-2") is not None:
-            await asyncio.sleep(0.005)
+
+    async def gone() -> bool:
+        return await read(registry_url, "pod-2") is None
+
+    await until(gone)
 
 
 async def test_publish_does_not_wait_for_the_heartbeat(registry_url: str) -> None:
@@ -103,7 +106,7 @@ async def test_survives_an_outage_and_an_emptied_registry(server: RegistryServer
     server.kill()
     await ours.publish()  # fails, and is not an error
     await asyncio.to_thread(server.start)
-    assert (await until(server.url, "pod-5", heartbeat=2)).epoch == "e1"
+    await until_heartbeat(server.url, "pod-5", 2)
     await ours.stop()
 
 

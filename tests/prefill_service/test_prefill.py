@@ -11,8 +11,9 @@ import pytest
 from pod.pod import Pod
 from proto import common_pb2, pods_pb2
 from proto.errors import Cancelled, InternalError, InvalidRequest, PodUnavailable, from_rpc
-from tests.support.cluster import Cluster, assert_idle, until
+from tests.support.cluster import Cluster, assert_idle
 from tests.support.pod_client import LEASE_MS, PodClient, right_answer, spec
+from tests.support.polling import until
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ async def test_logprobs_come_with_the_first_token(client: PodClient) -> None:
     response = await client.prefill(sequence := spec([1, 2, 3], logprobs=2))
     token = response.first_token
     assert token.HasField("logprob")
-    assert [t.token_id for t in token.top_logprobs][0] == token.token_id
+    assert token.top_logprobs[0].token_id == token.token_id
     assert len(token.top_logprobs) == 2
     await client.release_lease(sequence.sequence_id)
 
@@ -160,7 +161,7 @@ async def test_the_same_sequence_twice_is_refused(client: PodClient) -> None:
         (spec([1], temperature=-1.0), 1000, r"sequence\.sampling\.temperature"),
         (spec([1]), 0, "lease_ms"),
         (spec([1]), 3_600_000, "lease_ms"),
-        (spec([1] * 2000), 1000, "slots"),
+        (spec([1] * 2000), 1000, "cannot run on this pod.*slots"),
     ],
 )
 async def test_bad_requests_leave_the_pod_untouched(
@@ -174,9 +175,9 @@ async def test_bad_requests_leave_the_pod_untouched(
 
 async def test_bytes_that_are_no_request(pod: Pod) -> None:
     async with grpc.aio.insecure_channel(pod.address) as channel:
-        call = channel.unary_unary("/pdserve.v1.PrefillPod/Prefill")
+        prefill: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/pdserve.v1.PrefillPod/Prefill")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(b"\xff\xff\xff")
+            await prefill(b"\xff\xff\xff")
     assert isinstance(from_rpc(caught.value), InternalError)
     await assert_idle(pod)
 

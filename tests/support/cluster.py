@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from decode_service.servicer import DecodeService
 from pod.plan import resolve
 from pod.pod import Pod
+from pod.role import PodContext, Role
 from pod.settings import PodSettings
 from prefill_service.servicer import PrefillService
 from proto.errors import PodUnavailable
 from tests.support.pod_client import PodClient
 
-ROLES = {"prefill": PrefillService, "decode": DecodeService}
+ROLES: Mapping[str, Callable[[PodContext], Role]] = {"prefill": PrefillService, "decode": DecodeService}
 IDLE_S = 5.0
 _numbers = itertools.count(1)
 
@@ -100,13 +101,6 @@ class Cluster:
         await asyncio.gather(*(client.close() for client in self._clients))
         await asyncio.gather(*(pod.stop() for pod in self.pods))
         self.pods.clear()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Polls what nothing announces: the state of a pod as a scrape would see it."""
-    async with asyncio.timeout(IDLE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def assert_idle(pod: Pod) -> None:

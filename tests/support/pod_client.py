@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -20,11 +20,12 @@ from proto.service import channel
 WAIT_S = 10.0
 LEASE_MS = 30_000
 _numbers = itertools.count(1)
+Response = TypeVar("Response")
 
 
 def sampling(**fields: Any) -> common_pb2.SamplingParams:
     """Greedy, 16 tokens, ends at the fake model's end-of-text; `fields` override."""
-    defaults = {"temperature": 0.0, "seed": 0, "max_tokens": 16, "stop_token_ids": [EOS_ID]}
+    defaults: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 16, "stop_token_ids": [EOS_ID]}
     return common_pb2.SamplingParams(**(defaults | fields))
 
 
@@ -113,7 +114,7 @@ class PodClient:
 
     async def _read(self, call: grpc.aio.UnaryStreamCall[Any, pods_pb2.StepTokens]) -> None:
         try:
-            while (step := await call.read()) is not grpc.aio.EOF:
+            while isinstance(step := await call.read(), pods_pb2.StepTokens):  # else it is grpc.aio.EOF
                 self.steps.append(step)
                 for message in step.sequences:
                     received = self.received[message.sequence_id]
@@ -131,7 +132,7 @@ class PodClient:
 
     async def release_lease(self, lease_id: str, epoch: str = "") -> bool:
         request = pods_pb2.ReleaseLeaseRequest(lease_id=lease_id, epoch=epoch)
-        return bool((await _raising(self.prefill_stub.ReleaseLease(request))).released)
+        return (await _raising(self.prefill_stub.ReleaseLease(request))).released
 
     def reserve_request(
         self, sequence: pods_pb2.SequenceSpec, fingerprint: str, *, wait_ms: int = 0, ttl_ms: int = LEASE_MS
@@ -149,7 +150,7 @@ class PodClient:
 
     async def release_credit(self, credit_id: str, epoch: str = "") -> bool:
         request = pods_pb2.ReleaseCreditRequest(credit_id=credit_id, epoch=epoch)
-        return bool((await _raising(self.decode_stub.ReleaseCredit(request))).released)
+        return (await _raising(self.decode_stub.ReleaseCredit(request))).released
 
     async def start_decode(
         self, sequence: pods_pb2.SequenceSpec, handoff: kv_pb2.KVHandoff | None = None, credit_id: str = ""
@@ -161,7 +162,7 @@ class PodClient:
 
     async def abort(self, sequence_id: str) -> bool:
         request = pods_pb2.AbortSequenceRequest(sequence_id=sequence_id)
-        return bool((await _raising(self.decode_stub.AbortSequence(request))).found)
+        return (await _raising(self.decode_stub.AbortSequence(request))).found
 
 
 async def hand_over(
@@ -199,7 +200,7 @@ async def generate(
     return [*sequence.output_token_ids, first, *received.token_ids]
 
 
-async def _raising(call: Any) -> Any:
+async def _raising(call: Awaitable[Response]) -> Response:
     try:
         return await asyncio.wait_for(call, WAIT_S)
     except grpc.aio.AioRpcError as error:
