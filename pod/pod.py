@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable
 
@@ -79,6 +80,8 @@ class Pod:
     @classmethod
     async def start(cls, plan: PodPlan, make_role: Callable[[PodContext], Role]) -> Pod:
         """A pod that serves and is registered. Raises StartupError; then nothing is left running."""
+        _check_port("--port", plan.settings.host, plan.settings.port)
+        _check_port("--metrics-port", plan.settings.host, plan.settings.metrics_port)
         endpoint = _endpoint(plan)
         try:
             core = await asyncio.to_thread(build_engine, plan, endpoint)
@@ -160,7 +163,7 @@ class Pod:
             await self.server.start(settings.host, settings.port)
             self._metrics_port = await self.metrics_server.start(settings.host, settings.metrics_port)
         except OSError as error:
-            raise StartupError(f"{error}; choose others with --port and --metrics-port (0: any free port)") from None
+            raise StartupError(str(error)) from None
         await self.registration.start()
         await self.server.set_serving(True)
 
@@ -177,6 +180,16 @@ class Pod:
 def _checked_load(core: EngineCore) -> EngineLoad:
     core.check_invariants()
     return core.load()
+
+
+def _check_port(flag: str, host: str, port: int) -> None:
+    """Before the model is loaded, and because gRPC would log a line of its own."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        text = f"{flag} {port}: cannot listen on {host}: {error.strerror}; choose another or 0 for any free port"
+        raise StartupError(text) from None
 
 
 def _endpoint(plan: PodPlan) -> KVEndpoint:
