@@ -28,7 +28,7 @@ from kvtransfer.handles import XferHandle
 from kvtransfer.memory import allocate
 from kvtransfer.peers import FetchMetadata, Peer, Peers
 from kvtransfer.reads import Reader
-from kvtransfer.transfer import BlockSpan, Event, PullPlan, Transfer, plan_pull
+from kvtransfer.transfer import Event, GroupRead, PullPlan, Transfer, plan_pull
 from proto import kv_pb2
 from proto.errors import InternalError, LayoutMismatch, LeaseExpired, PeerLost, TransferFailed
 
@@ -169,20 +169,18 @@ class Puller:
         finally:
             self._free_scratch.append(slot)
 
-    def _data_handle(self, group: Sequence[BlockSpan], peer: Peer) -> XferHandle:
+    def _data_handle(self, group: GroupRead, peer: Peer) -> XferHandle:
         block_bytes = self._endpoint.layout.block_bytes
         base = self._endpoint.kv_memory.ctypes.data
-        near = [base + s.local_block * block_bytes + s.offset for s in group]
-        far = [peer.kv_base_address + s.source_block * block_bytes + s.offset for s in group]
-        lengths = [s.num_bytes for s in group]
-        return self._handle(peer, descriptor_rows(near, lengths), descriptor_rows(far, lengths))
+        near = block_rows(base + group.offset, block_bytes, group.local_block_ids, group.num_bytes)
+        far = block_rows(peer.kv_base_address + group.offset, block_bytes, group.source_block_ids, group.num_bytes)
+        return self._handle(peer, near, far)
 
     def _generations_handle(self, slot: int, plan: PullPlan, peer: Peer) -> XferHandle:
-        lengths = [GENERATION_BYTES] * len(plan.expected)
         base = self._scratch_of(slot).ctypes.data
-        near = [base + i * GENERATION_BYTES for i in range(len(lengths))]
-        far = [peer.generation_base_address + block * GENERATION_BYTES for block in plan.expected]
-        return self._handle(peer, descriptor_rows(near, lengths), descriptor_rows(far, lengths))
+        near = block_rows(base, GENERATION_BYTES, range(len(plan.expected)), GENERATION_BYTES)
+        far = block_rows(peer.generation_base_address, GENERATION_BYTES, list(plan.expected), GENERATION_BYTES)
+        return self._handle(peer, near, far)
 
     def _handle(self, peer: Peer, near: Rows, far: Rows) -> XferHandle:
         near_descs, far_descs = (XferDescs(MemType.DRAM_SEG, rows) for rows in (near, far))
@@ -247,10 +245,11 @@ class Puller:
             await asyncio.get_running_loop().run_in_executor(None, threads.shutdown)
 
 
-def descriptor_rows(addresses: Sequence[int], lengths: Sequence[int]) -> Rows:
-    """uint64 [N, 3] on device 0."""
-    rows = np.zeros((len(addresses), 3), np.uint64)
-    rows[:, 0], rows[:, 1] = addresses, lengths
+def block_rows(base: int, stride: int, indices: Sequence[int], num_bytes: int) -> Rows:
+    """uint64 [N, 3]: `num_bytes` at base + index * stride on device 0."""
+    rows = np.zeros((len(indices), 3), np.uint64)
+    rows[:, 0] = np.uint64(base) + np.asarray(indices, np.uint64) * np.uint64(stride)
+    rows[:, 1] = num_bytes
     return rows
 
 

@@ -104,11 +104,11 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSpan:
-    """A part of one block: bytes [offset, offset + num_bytes) of source block and of local block."""
+class GroupRead:
+    """Bytes [offset, offset + num_bytes) of each source block go to the same place in its local block."""
 
-    source_block: int
-    local_block: int
+    source_block_ids: tuple[int, ...]
+    local_block_ids: tuple[int, ...]
     offset: int
     num_bytes: int
 
@@ -117,16 +117,16 @@ class BlockSpan:
 class PullPlan:
     """`groups` are read with one transfer each; `expected` are the generations of all source blocks read."""
 
-    groups: tuple[tuple[BlockSpan, ...], ...] = ()
+    groups: tuple[GroupRead, ...] = ()
     expected: dict[int, int] = field(default_factory=dict)
 
     @property
     def local_block_ids(self) -> frozenset[int]:
-        return frozenset(span.local_block for group in self.groups for span in group)
+        return frozenset(block for group in self.groups for block in group.local_block_ids)
 
     @property
     def num_bytes(self) -> int:
-        return sum(span.num_bytes for group in self.groups for span in group)
+        return sum(group.num_bytes * len(group.local_block_ids) for group in self.groups)
 
 
 def plan_pull(
@@ -143,14 +143,16 @@ def plan_pull(
     first = num_cached_tokens // layout.block_size
     last = -(-handoff.num_tokens // layout.block_size)
     check_groups(layout, handoff, last)
-    local = local_block_ids[first:last]
+    local = tuple(local_block_ids[first:last])
     if len(local) != last - first or len(set(local)) != len(local):
         raise InternalError(f"local_block_ids = {list(local_block_ids)}: must be {last} different blocks at least")
     layer_bytes = layout.block_bytes // layout.num_layers
     groups = tuple(
-        tuple(
-            BlockSpan(ref.block_id, target, group.first_layer * layer_bytes, group.num_layers * layer_bytes)
-            for ref, target in zip(group.blocks[first:last], local, strict=True)
+        GroupRead(
+            source_block_ids=tuple(ref.block_id for ref in group.blocks[first:last]),
+            local_block_ids=local,
+            offset=group.first_layer * layer_bytes,
+            num_bytes=group.num_layers * layer_bytes,
         )
         for group in handoff.groups
     )

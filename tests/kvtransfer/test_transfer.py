@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtransfer.layout import KVLayout
-from kvtransfer.transfer import FINAL, QUARANTINED, TRANSITIONS, Event, State, Transfer, plan_pull
+from kvtransfer.transfer import FINAL, QUARANTINED, TRANSITIONS, Event, GroupRead, State, Transfer, plan_pull
 from proto import kv_pb2
 from proto.errors import InternalError, LayoutMismatch
 from tests.kvtransfer.pods import LAYOUT, make_handoff
@@ -101,7 +101,7 @@ def test_only_the_blocks_past_the_cached_tokens_are_read(num_tokens: int, num_ca
     expected = (
         [] if num_cached >= num_tokens else list(zip(blocks, local, strict=False))[num_cached // LAYOUT.block_size :]
     )
-    assert [(s.source_block, s.local_block) for group in plan.groups for s in group] == expected
+    assert [pair for g in plan.groups for pair in zip(g.source_block_ids, g.local_block_ids, strict=True)] == expected
     assert plan.num_bytes == len(expected) * LAYOUT.block_bytes
     assert plan.expected == {block: block + 1000 for block, _ in expected}
 
@@ -115,8 +115,7 @@ def test_groups_of_layers_are_read_with_one_transfer_each() -> None:
         )
     plan = plan_pull(LAYOUT, handoff, [0, 1, 2], 0)
     half = LAYOUT.block_bytes // 2
-    spans = [[(s.source_block, s.local_block, s.offset, s.num_bytes) for s in group] for group in plan.groups]
-    assert spans == [[(4, 0, 0, half), (5, 1, 0, half)], [(6, 0, half, half), (7, 1, half, half)]]
+    assert plan.groups == (GroupRead((4, 5), (0, 1), 0, half), GroupRead((6, 7), (0, 1), half, half))
     assert plan.expected == {4: 4, 5: 5, 6: 6, 7: 7}
     assert plan.local_block_ids == {0, 1}
 
