@@ -64,19 +64,12 @@ class LeaseTable:
             self.release(lease_id)
         return ids
 
-    def owner(self, lease_id: str) -> str | None:
-        lease = self._leases.get(lease_id)
-        return lease.owner if lease else None
-
     def remaining_s(self, lease_id: str, now: float) -> float:
         """Seconds left, 0 when over. Raises KeyError when unknown."""
         return max(0.0, self._leases[lease_id].expires_at - now)
 
     def __len__(self) -> int:
         return len(self._leases)
-
-    def __contains__(self, lease_id: object) -> bool:
-        return lease_id in self._leases
 
     def check_invariants(self) -> None:
         """Raises AssertionError: every lease belongs to exactly one owner and no owner is listed without leases."""

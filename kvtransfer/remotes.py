@@ -64,9 +64,6 @@ class Remotes:
         """Whether it is still the agent of that name, not removed and added again since."""
         return self._remotes.get(remote.name) is remote
 
-    def names(self) -> list[str]:
-        return list(self._remotes)
-
 
 def sides_of(descs: XferDescs, regions: Mapping[str, dict[Region, None]]) -> dict[str, Side]:
     """The descriptors checked against each backend that holds all of them. Raises nixlNotFoundError when none does."""
