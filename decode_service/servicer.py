@@ -316,6 +316,10 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
             if entry.state is State.WAITING:
                 self._abort(entry)
 
+    @property
+    def is_idle(self) -> bool:
+        return self.table.idle.is_set()
+
     async def drained(self) -> None:
         await self.table.idle.wait()
 

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from engine.batch import EngineLoad, Runner, TokenEvent
+from engine.batch import Runner, TokenEvent
 from engine.checkpoint import CheckpointError
 from engine.core import EngineConfig, EngineCore
 from engine.fake import FakeRunner
@@ -32,6 +32,7 @@ from pod.metrics_server import MetricsServer
 from pod.plan import PodPlan
 from pod.registration import Registration
 from pod.role import PodContext, Role
+from pod.self_check import SelfCheck, checked_load
 from proto import kv_pb2_grpc, registry_pb2
 from proto.errors import PdserveError, PodUnavailable
 from proto.service import Server
@@ -73,6 +74,9 @@ class Pod:
         self.metrics_server = MetricsServer(self.metrics.registry)
         self.registration = Registration(
             plan.settings.registry_url, plan.settings.cluster, self.record, plan.settings.heartbeat_interval_s
+        )
+        self.self_check = SelfCheck(
+            self.engine, self.role, self.metrics.invariant_violations.inc, plan.settings.heartbeat_interval_s
         )
         self._max_model_len = core.max_sequence_tokens
         self._metrics_port = 0
@@ -117,6 +121,7 @@ class Pod:
 
     async def stop(self, error: PdserveError | None = None) -> None:
         """Ends everything; what was still owed fails with `error`."""
+        await self.self_check.stop()
         await self.registration.stop()
         await self.role.close(error or PodUnavailable("this pod has stopped", pod_id=self.plan.pod_id))
         await self.server.stop(STOP_GRACE_S)
@@ -150,13 +155,14 @@ class Pod:
 
     async def check_invariants(self) -> None:
         """Raises AssertionError naming what leaked. Meaningful when no call is under way."""
-        load = await self.engine.call(_checked_load)
+        load = await self.engine.call(checked_load)
         self.role.check_invariants(load)
 
     async def _listen(self) -> None:
         settings = self.plan.settings
         self.engine.start()
         self.role.start()
+        self.self_check.start()
         self.role.register(self.server.grpc)
         kv_pb2_grpc.add_KVTransferServicer_to_server(KVService(self.endpoint), self.server.grpc)
         try:
@@ -168,6 +174,7 @@ class Pod:
         await self.server.set_serving(True)
 
     def _on_events(self, events: list[TokenEvent]) -> None:
+        self.self_check.note_activity()
         self.metrics.on_events(events)
         self.role.on_events(events)
 
@@ -175,11 +182,6 @@ class Pod:
         log.critical("the engine crashed", exc_info=error)
         self.crash = error
         self.ended.set()
-
-
-def _checked_load(core: EngineCore) -> EngineLoad:
-    core.check_invariants()
-    return core.load()
 
 
 def _check_port(flag: str, host: str, port: int) -> None:

@@ -59,6 +59,11 @@ class Role(Protocol):
         """From now on nothing new is taken."""
         ...
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is owed to anybody."""
+        ...
+
     async def drained(self) -> None:
         """Returns when nothing is owed to anybody."""
         ...

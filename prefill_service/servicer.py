@@ -166,6 +166,10 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
     def begin_drain(self) -> None:
         self._draining = True
 
+    @property
+    def is_idle(self) -> bool:
+        return self.table.idle.is_set()
+
     async def drained(self) -> None:
         await self.table.idle.wait()
 

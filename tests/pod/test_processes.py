@@ -33,11 +33,16 @@ class Setup:
 
     def __init__(self, registry_url: str, runtime_dir: Path, stack: AsyncExitStack, cluster: str) -> None:
         self.registry_url = registry_url
-        self._flags = {"model": "fake", "runtime_dir": runtime_dir, "registry_url": registry_url, "cluster": cluster}
+        self._flags: dict[str, Any] = {
+            "model": "fake",
+            "runtime_dir": runtime_dir,
+            "registry_url": registry_url,
+            "cluster": cluster,
+        }
         self._stack = stack
         self._cluster = cluster
 
-    async def spawn(self, role: str, **flags: object) -> PodProcess:
+    async def spawn(self, role: str, **flags: Any) -> PodProcess:
         """Does not wait for it."""
         flags = {"num_blocks": 64, "heartbeat_interval_s": 0.1, "drain_timeout_s": 10} | self._flags | flags
         return await self._stack.enter_async_context(PodProcess(role, **flags))

@@ -15,10 +15,10 @@ READY_S = 60.0
 class PodProcess:
     """Use as an async context manager: killed at the end if it still runs."""
 
-    def __init__(self, role: str, **flags: object) -> None:
-        """`flags` are PodSettings fields."""
+    def __init__(self, role: str, *, module: str = "", **flags: object) -> None:
+        """`flags` are PodSettings fields; `module` takes the place of the role's own."""
         pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in flags.items())
-        self._command = (sys.executable, "-m", f"{role}_service", *(part for pair in pairs for part in pair))
+        self._command = (sys.executable, "-m", module or f"{role}_service", *(part for pair in pairs for part in pair))
         self._process: asyncio.subprocess.Process | None = None
         self.ready_line = ""
         self.stdout = self.stderr = ""

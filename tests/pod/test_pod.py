@@ -1,0 +1,150 @@
+"""A pod as a whole: what it publishes, its self-check, and the crash of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import redis.asyncio
+
+from engine.fake import FAKE_MODEL
+from pod import pod as pod_module
+from pod.errors import StartupError
+from pod.plan import PodPlan, resolve
+from pod.pod import Pod
+from pod.settings import PodSettings
+from proto.errors import InternalError
+from proto.registry import pod_key
+from proto.registry_pb2 import POD_STATE_READY, ROLE_DECODE, ROLE_PREFILL, PodRecord
+from proto.settings import ConfigError
+from tests.support.cluster import Cluster
+from tests.support.crashing_pod import CrashingRunner
+from tests.support.pod_client import PodClient, spec
+from tests.support.polling import until
+from tests.support.processes import PodProcess
+
+
+async def record_of(cluster: Cluster, pod: Pod) -> PodRecord:
+    async with redis.asyncio.from_url(cluster.registry_url) as registry:
+        stored = await registry.get(pod_key(cluster.name, pod.plan.pod_id))
+    assert isinstance(stored, bytes)
+    return PodRecord.FromString(stored)
+
+
+@pytest.mark.parametrize(("name", "role"), [("prefill", ROLE_PREFILL), ("decode", ROLE_DECODE)])
+async def test_the_record_says_what_a_router_needs(cluster: Cluster, name: str, role: int) -> None:
+    pod = await cluster.start(name, max_num_seqs=7)
+    record = await record_of(cluster, pod)
+    assert (record.pod_id, record.epoch, record.role) == (pod.plan.pod_id, pod.plan.epoch, role)
+    assert (record.state, record.address) == (POD_STATE_READY, pod.address)
+    assert (record.model_id, record.max_num_seqs) == ("fake", 7)
+    assert record.max_model_len == 64 * 16 + 1  # the cache is smaller than the model's context
+    assert record.layout == pod.plan.layout.to_proto()
+    assert (record.load.num_blocks, record.load.num_free_blocks) == (64, 64)
+
+
+async def test_load_is_published_with_the_heartbeat(cluster: Cluster) -> None:
+    pod = await cluster.start("prefill", heartbeat_interval_s=0.02)
+    client = cluster.client(pod)
+    await client.prefill(sequence := spec([1, 2, 3]))
+
+    async def leased() -> bool:
+        return (await record_of(cluster, pod)).load.num_leases == 1
+
+    await until(leased)
+    await client.release_lease(sequence.sequence_id)
+
+
+async def test_a_leak_is_reported_by_the_pod_itself(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks that the engine holds for nobody: planted, found after the next activity, counted once."""
+    pod = await cluster.start("prefill", heartbeat_interval_s=0.02)
+    client = cluster.client(pod)
+    await client.prefill(sequence := spec([1, 2, 3]))
+    entry = pod.role.table.get(sequence.sequence_id)  # type: ignore[attr-defined]  # the prefill role's own
+    pod.role.table.remove(entry)  # type: ignore[attr-defined]  # likewise
+    with caplog.at_level(logging.ERROR):
+        await until(lambda: "do not balance" in caplog.text)
+    assert pod.metrics.registry.get_sample_value("pdserve_invariant_violations_total") == 1
+    assert await pod.engine.call(lambda core: core.release_held(sequence.sequence_id))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_crash_of_the_engine_fails_all_that_is_pending(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(pod_module, "FakeRunner", CrashingRunner)
+    pod = await cluster.start(role)
+    client = cluster.client(pod)
+    sequence = spec([13])
+    if role == "prefill":
+        call = asyncio.create_task(client.prefill(sequence))
+    else:
+        await client.open_stream()
+        await client.start_decode(sequence)
+    await asyncio.wait_for(pod.ended.wait(), 5)
+    cluster.pods.remove(pod)
+    await pod.stop(InternalError(f"the engine crashed: {pod.crash}"))
+    if role == "prefill":
+        with pytest.raises(InternalError, match="out of luck"):
+            await call
+    else:
+        error = client.received[sequence.sequence_id].error()
+        assert isinstance(error, InternalError)
+        assert "out of luck" in error.message
+
+
+async def test_a_process_whose_engine_crashed_ends_with_1(cluster: Cluster) -> None:
+    flags = {"model": "fake", "cluster": cluster.name, "registry_url": cluster.registry_url, "num_blocks": 8}
+    async with PodProcess("prefill", module="tests.support.crashing_pod", **flags) as process:
+        fields = await process.until_ready()
+        client = PodClient(fields["address"])
+        with pytest.raises(InternalError, match="out of luck"):
+            await client.prefill(spec([13]))
+        await client.close()
+        assert await process.ended() == 1
+        assert "the engine crashed" in process.stderr
+
+
+def resolved(**settings: object) -> PodPlan:
+    return resolve(PodSettings.model_validate(settings), "decode")
+
+
+def test_settings_left_open_are_resolved() -> None:
+    plan = resolved(model="fake")
+    assert (plan.engine, plan.model, plan.model_dir) == ("fake", FAKE_MODEL, None)
+    assert plan.pod_id.startswith("decode-")
+    assert plan.epoch != resolved(model="fake").epoch
+    assert plan.num_blocks == 64 * 4096 // 16  # all that max_num_seqs can use, as it is little
+    assert plan.num_threads >= 1
+    assert f"num_blocks={plan.num_blocks}" in plan.describe()
+
+
+def test_the_cache_s_size_can_be_given_in_bytes() -> None:
+    assert resolved(model="fake", kv_memory_bytes=10_000).num_blocks == 10_000 // 256
+
+
+@pytest.mark.parametrize("settings", [{"kv_memory_bytes": 100}, {"num_blocks": 10**9}])
+def test_a_cache_that_cannot_be_is_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(StartupError, match=r"too little memory.*--kv-memory-bytes"):
+        resolved(model="fake", **settings)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num-blocks", "4", "--kv-memory-bytes", "4096"], "give one of them"),
+        (["--port", "70000"], "port"),
+        (["--cluster", "a b"], "cluster"),
+        (["--heartbeat-interval-s", "0"], "heartbeat_interval_s"),
+        (["--engine", "steam"], "engine"),
+    ],
+)
+def test_bad_settings_are_named(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PodSettings.load(argv)
+
+
+def test_a_host_for_all_is_not_what_others_are_told() -> None:
+    assert resolved(model="fake", host="0.0.0.0").advertise_host not in {"0.0.0.0", ""}
+    assert resolved(model="fake", advertise_host="pod.example").advertise_host == "pod.example"

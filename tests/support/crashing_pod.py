@@ -1,0 +1,23 @@
+"""`python -m tests.support.crashing_pod`: a prefill pod whose engine raises on a prompt that begins with token 13."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from engine.batch import Batch
+from engine.fake import FakeRunner
+from engine.sequence import SampledToken
+from pod.main import main
+from prefill_service.servicer import PrefillService
+
+
+class CrashingRunner(FakeRunner):
+    def execute(self, batch: Batch) -> list[SampledToken | None]:
+        if any(s.prompt_ids[0] == 13 for s in batch.sequences):
+            raise RuntimeError("out of luck")
+        return super().execute(batch)
+
+
+if __name__ == "__main__":
+    with mock.patch("pod.pod.FakeRunner", CrashingRunner):
+        raise SystemExit(main("prefill", PrefillService))
