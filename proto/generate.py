@@ -19,7 +19,8 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 def generate(out: Path) -> None:
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "proto").glob("*.proto"))
-    targets = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    plugins = {"python": "", "grpc_python": "", "mypy": "quiet:", "mypy_grpc": "quiet:"}
+    targets = [f"--{plugin}_out={options}{out}" for plugin, options in plugins.items()]
     subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", *targets, *sources], cwd=ROOT, check=True)
     for path in (out / "proto").glob("*_pb2_grpc.py"):
         source = (ROOT / "proto" / f"{path.stem.removesuffix('_pb2_grpc')}.proto").read_text()
