@@ -28,13 +28,13 @@ from pod.kv_service import SERVICE_NAME as KV_SERVICE_NAME
 from pod.kv_service import KVService
 from pod.messages import pod_load
 from pod.metrics import PodMetrics
-from pod.metrics_server import MetricsServer
 from pod.plan import PodPlan
 from pod.registration import Registration
 from pod.role import PodContext, Role
 from pod.self_check import SelfCheck, checked_load
 from proto import kv_pb2_grpc, registry_pb2
 from proto.errors import PdserveError, PodUnavailable
+from proto.metrics_server import MetricsServer
 from proto.service import Server
 
 log = logging.getLogger(__name__)

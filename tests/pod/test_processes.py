@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from proto.errors import PeerLost
 from proto.registry import pod_key
 from proto.registry_pb2 import POD_STATE_DRAINING, POD_STATE_READY, PodRecord
+from tests.support.http import scrape
 from tests.support.pod_client import PodClient, continued, generate, right_answer, spec
 from tests.support.polling import until
 from tests.support.ports import free_port
@@ -96,16 +97,6 @@ async def test_a_pod_says_that_it_is_ready_and_answers(setup: Setup) -> None:
     assert "engine=fake" in pod.stderr
     assert "num_blocks=64" in pod.stderr
     assert await setup.record(pod) is None
-
-
-async def scrape(address: str) -> str:
-    host, port = address.split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"GET /metrics HTTP/1.1\r\nHost: pod\r\n\r\n")
-    body = (await reader.read()).decode()
-    writer.close()
-    await writer.wait_closed()
-    return body
 
 
 async def test_sigterm_lets_a_stream_finish(setup: Setup) -> None:
