@@ -22,7 +22,7 @@ def run(plan: CopyPlan, deltas: Deltas) -> None:
 
 
 def copy_spans(targets: Addresses, sources: Addresses, lengths: Addresses) -> None:
-    """One memmove a span. Faster here than process_vm_readv on ourselves (0.7 of memcpy), which is one call for all."""
+    """One memmove a span. process_vm_readv on ourselves would be one call for all, but copies at 0.2 to 0.8 of this."""
     memmove = ctypes.memmove
     for target, source, length in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
         memmove(target, source, length)

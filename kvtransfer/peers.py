@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from kvtransfer.layout import KVLayout
 from proto import kv_pb2
 from proto.errors import LeaseExpired, PdserveError, PeerLost
 
-logger = logging.getLogger(__name__)
+MAX_PEERS = 256  # that stay connected
 
 FetchMetadata = Callable[[str], Awaitable[kv_pb2.GetAgentMetadataResponse]]
 PeerKey = tuple[str, str]  # pod id, epoch
@@ -46,10 +45,11 @@ class Peers:
     async def get(self, handoff: kv_pb2.KVHandoff) -> Peer:
         """Raises PeerLost when the pod cannot be reached, LeaseExpired when it has restarted since the hand-off."""
         key = (handoff.source_pod_id, handoff.source_epoch)
-        task = self._peers.get(key)
+        task = self._peers.pop(key, None)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = self._peers[key] = asyncio.create_task(self._connect(handoff.source_address, key))
+            task = asyncio.create_task(self._connect(handoff.source_address, key))
             task.add_done_callback(retrieve)
+        self._peers[key] = task  # now the last one in the dictionary: the most recently used
         return await asyncio.shield(task)
 
     async def _connect(self, address: str, key: PeerKey) -> Peer:
@@ -66,7 +66,7 @@ class Peers:
             )
         peer = checked_peer(answer)
         await asyncio.get_running_loop().run_in_executor(self._threads, self._attach, peer, answer.agent_metadata)
-        self._forget_older(key)
+        self._forget(key)
         return peer
 
     def _attach(self, peer: Peer, metadata: bytes) -> None:
@@ -79,9 +79,11 @@ class Peers:
         except nixlError as error:
             raise PeerLost(f"pod {peer.pod_id!r}: {error}", pod_id=peer.pod_id) from error
 
-    def _forget_older(self, key: PeerKey) -> None:
-        for other in [k for k in self._peers if k[0] == key[0] and k != key]:
-            self.drop(*other)
+    def _forget(self, newest: PeerKey) -> None:
+        """Its earlier incarnations, and the least recently used ones of too many."""
+        superseded = [key for key in self._peers if key[0] == newest[0] and key != newest]
+        for key in [*superseded, *list(self._peers)[:-MAX_PEERS]]:
+            self.drop(*key)
 
     def drop(self, pod_id: str, epoch: str) -> None:
         """Disconnects: after it, nothing lands from there any more. The next use connects again."""

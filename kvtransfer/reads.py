@@ -49,6 +49,8 @@ class Reader:
     async def _read(self, transfer: Transfer, handle: XferHandle, stop: asyncio.Event) -> None:
         """Returns or raises only when the read has settled."""
         try:
+            if stop.is_set():  # cancelled before it began
+                return
             post = asyncio.get_running_loop().run_in_executor(self.threads, self.agent.transfer, handle)
             await outlast([post])
             post.result()

@@ -59,7 +59,9 @@ class ShmBackend(Backend):
         self._runtime_dir, self._timeout_s = parse_params(params)
         self._agent_name = agent_name
         self._token = secrets.token_hex(16)
-        self._lock = threading.Lock()  # guards the two tables below and every Peer.link; never held while waiting
+        # Guards the two tables below and every Peer.link; never held while waiting. Reentrant because the garbage
+        # collector may close a forgotten agent at any allocation.
+        self._lock = threading.RLock()
         self._peers: dict[str, Peer] = {}
         self._shared: dict[int, tuple[SharedFile, int]] = {}  # file id -> file, number of regions in it
         self._closed = False

@@ -82,8 +82,8 @@ class Listener:
         with self._lock:
             self._stopping = True
             os.eventfd_write(self._wakeup, 1)
-        self._thread.join(CLOSE_WITHIN_S)
-        os.close(self._wakeup)
+        if self._thread is not threading.current_thread():  # where the garbage collector may run, too
+            self._thread.join(CLOSE_WITHIN_S)
 
     # --- everything below runs on the listener's thread ---
 
@@ -105,6 +105,8 @@ class Listener:
             link.close()
         self._selector.close()
         self._sock.close()
+        with self._lock:
+            os.close(self._wakeup)
 
     def _timeout_s(self) -> float | None:
         return 1.0 if any(v.name is None for v in self._visitors) else None

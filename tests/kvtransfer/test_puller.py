@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtransfer import peers
 from kvtransfer.backends.inproc import Fault
 from kvtransfer.lease import LeaseTable
 from kvtransfer.puller import Puller
@@ -139,6 +140,24 @@ async def test_concurrent_first_pulls_connect_once(pods: Pods) -> None:
     await asyncio.gather(*(pods.puller.pull(make_handoff([b], 4), [b + 10], 0) for b in range(6)))
     assert pods.contents(*range(10, 16)) == list(range(6))
     assert calls == 1
+
+
+async def test_peers_not_used_for_long_are_forgotten(
+    faulty: Pods, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods come and go for hours; what is kept of them must not grow."""
+    monkeypatch.setattr(peers, "MAX_PEERS", 2)
+    known = [f"prefill/{epoch}" for epoch in ("e1", "other-1", "other-2")]
+    for number in range(3):
+        handoff = make_handoff([7], 4)
+        if number:
+            faulty.prefill.close()
+            handoff.source_pod_id, handoff.source_epoch = f"pod-{number}", "e"
+            faulty.prefill = faulty.answer = make_endpoint(f"pod-{number}", "inproc", runtime_dir, "e")
+            fill(faulty.prefill)
+            known[number] = f"pod-{number}/e"
+        await faulty.puller.pull(handoff, [number], 0)
+    assert [faulty.decode.agent.check_remote_metadata(name) for name in known] == [False, True, True]
 
 
 # --- generations, epochs, layouts ---
