@@ -301,7 +301,9 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         self._queue.notify()
 
     def _deliver(self, entry: Entry, stream: TokenStream, event: TokenEvent) -> None:
-        stream.push(self._step, sequence_tokens(entry, event))
+        message = sequence_tokens(entry, event)
+        self._pod.metrics.cached_tokens.inc(message.num_cached_tokens)
+        stream.push(self._step, message)
         if event.finish_reason is not None:
             self.table.remove(entry)
         if stream.overflown:

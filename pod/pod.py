@@ -16,12 +16,10 @@ import socket
 import time
 from collections.abc import Callable
 
-from engine.batch import Runner, TokenEvent
-from engine.checkpoint import CheckpointError
-from engine.core import EngineConfig, EngineCore
-from engine.fake import FakeRunner
+from engine.batch import TokenEvent
+from engine.core import EngineCore
 from kvtransfer.endpoint import KVEndpoint
-from kvtransfer.errors import nixlError
+from pod.build import build_engine, make_endpoint
 from pod.engine_thread import EngineThread
 from pod.errors import StartupError
 from pod.kv_service import SERVICE_NAME as KV_SERVICE_NAME
@@ -86,7 +84,7 @@ class Pod:
         """A pod that serves and is registered. Raises StartupError; then nothing is left running."""
         _check_port("--port", plan.settings.host, plan.settings.port)
         _check_port("--metrics-port", plan.settings.host, plan.settings.metrics_port)
-        endpoint = _endpoint(plan)
+        endpoint = make_endpoint(plan)
         try:
             core = await asyncio.to_thread(build_engine, plan, endpoint)
             pod = cls(plan, endpoint, core, make_role)
@@ -192,55 +190,3 @@ def _check_port(flag: str, host: str, port: int) -> None:
     except OSError as error:
         text = f"{flag} {port}: cannot listen on {host}: {error.strerror}; choose another or 0 for any free port"
         raise StartupError(text) from None
-
-
-def _endpoint(plan: PodPlan) -> KVEndpoint:
-    try:
-        return KVEndpoint(
-            plan.layout,
-            plan.num_blocks,
-            backend=plan.settings.transfer_backend,
-            pod_id=plan.pod_id,
-            epoch=plan.epoch,
-            runtime_dir=plan.settings.runtime_dir,
-        )
-    except (OSError, MemoryError, nixlError) as error:
-        raise StartupError(f"cannot set up {plan.settings.transfer_backend} transfers: {error}") from None
-
-
-def build_engine(plan: PodPlan, endpoint: KVEndpoint) -> EngineCore:
-    """Loads the model; takes seconds. Raises StartupError."""
-    settings = plan.settings
-    try:
-        config = EngineConfig(
-            block_size=settings.block_size,
-            num_blocks=plan.num_blocks,
-            max_num_seqs=settings.max_num_seqs,
-            max_batched_tokens=settings.max_batched_tokens,
-            prefix_cache=settings.prefix_cache,
-        )
-        return EngineCore(_runner(plan, endpoint), config, generations=endpoint.generations)
-    except (CheckpointError, ValueError) as error:
-        raise StartupError(str(error)) from None
-    except MemoryError:
-        raise StartupError("too little memory for the model's weights; free memory or choose a smaller model") from None
-
-
-def _runner(plan: PodPlan, endpoint: KVEndpoint) -> Runner:
-    settings = plan.settings
-    if plan.model_dir is None:
-        return FakeRunner(
-            endpoint.kv_memory,
-            settings.block_size,
-            step_s=settings.fake_step_s,
-            prefill_s_per_token=settings.fake_prefill_s_per_token,
-        )
-    from engine.runner import TorchRunner  # noqa: PLC0415 - a pod with the fake engine never loads torch
-
-    return TorchRunner(
-        plan.model_dir,
-        kv_memory=endpoint.kv_memory,
-        block_size=settings.block_size,
-        dtype=plan.model.dtype,
-        num_threads=plan.num_threads,
-    )

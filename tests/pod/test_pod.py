@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
 
 from engine.fake import FAKE_MODEL
-from pod import pod as pod_module
+from pod import build
 from pod.errors import StartupError
 from pod.plan import PodPlan, resolve
 from pod.pod import Pod
@@ -73,7 +75,7 @@ async def test_a_leak_is_reported_by_the_pod_itself(cluster: Cluster, caplog: py
 async def test_a_crash_of_the_engine_fails_all_that_is_pending(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    monkeypatch.setattr(pod_module, "FakeRunner", CrashingRunner)
+    monkeypatch.setattr(build, "FakeRunner", CrashingRunner)
     pod = await cluster.start(role)
     client = cluster.client(pod)
     sequence = spec([13])
@@ -95,8 +97,13 @@ async def test_a_crash_of_the_engine_fails_all_that_is_pending(
 
 
 async def test_a_process_whose_engine_crashed_ends_with_1(cluster: Cluster) -> None:
-    flags = {"model": "fake", "cluster": cluster.name, "registry_url": cluster.registry_url, "num_blocks": 8}
-    async with PodProcess("prefill", module="tests.support.crashing_pod", **flags) as process:
+    flags: dict[str, Any] = {
+        "model": "fake",
+        "cluster": cluster.name,
+        "registry_url": cluster.registry_url,
+        "num_blocks": 8,
+    }
+    async with PodProcess("prefill", module="tests.support.crashing_pod", num_blocks=8, **flags) as process:
         fields = await process.until_ready()
         client = PodClient(fields["address"])
         with pytest.raises(InternalError, match="out of luck"):
@@ -104,6 +111,12 @@ async def test_a_process_whose_engine_crashed_ends_with_1(cluster: Cluster) -> N
         await client.close()
         assert await process.ended() == 1
         assert "the engine crashed" in process.stderr
+
+
+async def test_a_runtime_dir_that_cannot_be_used_is_one_line(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartupError, match="cannot set up shm transfers"):
+        await cluster.start("decode", transfer_backend="shm", runtime_dir=tmp_path / "file")
 
 
 def resolved(**settings: object) -> PodPlan:

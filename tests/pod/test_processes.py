@@ -241,3 +241,12 @@ async def test_what_keeps_a_pod_from_starting_is_one_line(setup: Setup) -> None:
         assert "Traceback" not in pod.stderr
         assert len(told) <= 1, f"{flags}: {pod.stderr}"  # the resolved settings
         assert pod.stdout == ""
+
+
+@pytest.mark.model
+async def test_without_a_compiler_a_real_model_does_not_start(setup: Setup) -> None:
+    flags = {"model": "smollm2-135m-instruct", "env": {"CXX": "/nowhere/c++"}}
+    pod = await setup.spawn("prefill", **flags)
+    assert await pod.ended() == 2
+    assert "CPU kernels: CXX=/nowhere/c++" in pod.stderr.splitlines()[-1]
+    assert "Traceback" not in pod.stderr

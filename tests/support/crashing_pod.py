@@ -19,5 +19,5 @@ class CrashingRunner(FakeRunner):
 
 
 if __name__ == "__main__":
-    with mock.patch("pod.pod.FakeRunner", CrashingRunner):
+    with mock.patch("pod.build.FakeRunner", CrashingRunner):
         raise SystemExit(main("prefill", PrefillService))

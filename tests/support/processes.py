@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -15,8 +16,9 @@ READY_S = 60.0
 class PodProcess:
     """Use as an async context manager: killed at the end if it still runs."""
 
-    def __init__(self, role: str, *, module: str = "", **flags: object) -> None:
-        """`flags` are PodSettings fields; `module` takes the place of the role's own."""
+    def __init__(self, role: str, *, module: str = "", env: Mapping[str, str] | None = None, **flags: object) -> None:
+        """`flags` are PodSettings fields; `module` takes the place of the role's own; `env` is added to ours."""
+        self._env = os.environ | {"OMP_NUM_THREADS": "1"} | dict(env or {})
         pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in flags.items())
         self._command = (sys.executable, "-m", module or f"{role}_service", *(part for pair in pairs for part in pair))
         self._process: asyncio.subprocess.Process | None = None
@@ -27,7 +29,7 @@ class PodProcess:
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=self._env,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
