@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 LARGE_PROMPT_BYTES = 8192  # tokenised on another thread
 
-Emit = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+Emit = Callable[[inference_pb2.GenerateResponse], None]  # never waits: a slow client holds up no pod
 
 # Where the time goes that passes in a state which is then left by a failure.
 _STAGE: dict[State, str] = {
@@ -226,7 +226,7 @@ class Request:
             self._move(Event.PREFILLED)
             if chunk.stopped:
                 self._move(Event.STOPPED)
-        await self._send(chunk, answer, emit)
+        self._send(chunk, answer, emit)
 
     async def _decode(self, attempt: Attempt, answer: Answer, emit: Emit) -> None:
         is_first = True
@@ -243,7 +243,7 @@ class Request:
                 self._move(Event.ANSWERED)
             else:
                 self._move(Event.TOKENS)
-            await self._send(chunk, answer, emit)
+            self._send(chunk, answer, emit)
 
     def _account_decode(self, tokens: pods_pb2.SequenceTokens, is_first: bool) -> None:
         self._ledger.num_preemptions += tokens.num_preemptions
@@ -275,7 +275,7 @@ class Request:
 
     # What the client gets.
 
-    async def _send(self, chunk: Chunk, answer: Answer, emit: Emit) -> None:
+    def _send(self, chunk: Chunk, answer: Answer, emit: Emit) -> None:
         is_last = chunk.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
         if not (chunk.tokens or chunk.text or is_last):
             return
@@ -296,7 +296,7 @@ class Request:
             self._ledger.account("other", self._services.clock())
             self._close(FINISHED_AS[chunk.finish_reason])
             response.ledger.CopyFrom(self.ledger())
-        await emit(response)
+        emit(response)
 
     def _stamp(self, num_tokens: int) -> None:
         now = self._services.clock()

@@ -42,15 +42,19 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._live)
 
-    def start(self, request: Request, emit: Any) -> asyncio.Task[None]:
-        task = asyncio.create_task(request.run(emit), name=f"request {request.id}")
+    def start(
+        self, request: Request, responses: asyncio.Queue[inference_pb2.GenerateResponse | None]
+    ) -> asyncio.Task[None]:
+        """Runs the request. Its responses go to the queue, and None once it has ended."""
+        task = asyncio.create_task(request.run(responses.put_nowait), name=f"request {request.id}")
         self._live[request.id] = request, task
-        task.add_done_callback(lambda _: self._ended(request))
+        task.add_done_callback(lambda _: self._ended(request, responses))
         return task
 
-    def _ended(self, request: Request) -> None:
+    def _ended(self, request: Request, responses: asyncio.Queue[inference_pb2.GenerateResponse | None]) -> None:
         del self._live[request.id]
         self._ledgers[request.id] = request.ledger()
+        responses.put_nowait(None)
         while len(self._ledgers) > MAX_TIMELINES:
             self._ledgers.popitem(last=False)
 
@@ -64,8 +68,11 @@ class RequestTable:
             return next(reversed(self._ledgers.values()))
         return self._ledgers.get(request_id)
 
+    def live(self) -> list[tuple[Request, asyncio.Task[None]]]:
+        return list(self._live.values())
+
     def states(self) -> list[str]:
-        return [request.state.value for request, _ in self._live.values()]
+        return [request.state.value for request, _ in self.live()]
 
     def check_invariants(self, cluster: Cluster) -> None:
         """Raises AssertionError naming a request without its task, or what is held for one that is gone."""
@@ -83,18 +90,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]  # the stub knows generators only
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
-        """Writes, instead of being a generator, because a client that goes away must be noticed at once."""
-        timeout_s = context.time_remaining()
-        served = Request(self._services, uuid.uuid4().hex, request, timeout_s)
-        task = self._requests.start(served, context.write)
+        """Writes, instead of being a generator, so that a client that goes away is noticed at once.
+
+        The request runs in a task of its own: to cancel a write that is under way would break the call's status.
+        """
+        served = Request(self._services, uuid.uuid4().hex, request, context.time_remaining())
+        responses: asyncio.Queue[inference_pb2.GenerateResponse | None] = asyncio.Queue()
+        task = self._requests.start(served, responses)
         try:
-            await task
-        except PdserveError as error:
-            await abort(context, error)
-        except asyncio.CancelledError:
-            if not task.cancelled() or context.cancelled():
-                raise
+            while (response := await responses.get()) is not None:
+                await context.write(response)
+        finally:
+            task.cancel()  # the client has gone, unless the request has ended
+        if task.cancelled():
             await abort(context, Cancelled(f"request {served.id} was aborted"))
+        if isinstance(error := task.exception(), PdserveError):
+            await abort(context, error)
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         return inference_pb2.AbortResponse(found=self._requests.abort(request.request_id))

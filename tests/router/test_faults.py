@@ -1,0 +1,398 @@
+"""Pods die, hang, restart and differ; clients leave. The stream goes on or ends with one status, and nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from proto import common_pb2, inference_pb2
+from proto.errors import Cancelled, DeadlineExceeded, Overloaded, PodUnavailable
+from router.attempt import Attempt
+from router.lifecycle import Event, State
+from router.request import Request
+from tests.router.support import (
+    Outcome,
+    Stack,
+    long_running,
+    prompt_of,
+    right_answer,
+    running_stack,
+    tokens_request,
+    until,
+)
+from tests.router.test_end_to_end import assert_adds_up, assert_right
+from tests.support.registry import RegistryServer
+
+SLOW_STEPS: dict[str, object] = {"fake_step_s": 0.003}
+SLOW_PREFILL: dict[str, object] = {"fake_prefill_s_per_token": 0.002}
+
+
+async def generate_and(
+    stack: Stack,
+    request: inference_pb2.GenerateRequest,
+    num_tokens: int,
+    fault: Callable[[Outcome], asyncio.Task[None]],
+) -> Outcome:
+    """The whole answer; `fault` is started once the client has had `num_tokens`."""
+    outcome, task = Outcome(), None
+    async for response in stack.client.generate(request):
+        outcome.responses.append(response)
+        if task is None and len(outcome.token_ids) >= num_tokens:
+            task = fault(outcome)
+    assert task is not None, "the answer was too short for the fault"
+    await task
+    return outcome
+
+
+def kill_decode_pod(stack: Stack) -> Callable[[Outcome], asyncio.Task[None]]:
+    """Kills the pod that decodes the only request."""
+
+    def kill(_: Outcome) -> asyncio.Task[None]:
+        (name,) = {
+            attempt.decode_pod
+            for request, _ in stack.router.requests.live()
+            for attempt in list(request.ledger().attempts)[-1:]
+        }
+        pod = next(pod for pod in stack.pods.pods if pod.plan.pod_id == name)
+        return asyncio.create_task(stack.pods.kill(pod))
+
+    return kill
+
+
+def on_entering(monkeypatch: pytest.MonkeyPatch, state: State, act: Callable[[Request], None], times: int = 1) -> None:
+    """Calls `act` in the moment in which a request enters `state`, the first `times` times."""
+    original, left = Request._move, [times]
+
+    def move(self: Request, event: Event) -> None:
+        original(self, event)
+        if self.state is state and left[0] > 0:
+            left[0] -= 1
+            act(self)
+
+    monkeypatch.setattr(Request, "_move", move)
+
+
+# --- Decode pods ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("after", [1, 2, 10, 25])
+async def test_a_decode_pod_dies_in_mid_stream(registry_url: str, tmp_path: Path, prefill: int, after: int) -> None:
+    async with running_stack(registry_url, tmp_path, prefill=prefill, decode=2, pod=SLOW_STEPS) as stack:
+        request = long_running(50, 40)
+        outcome = await generate_and(stack, request, after, kill_decode_pod(stack))
+        assert_right(outcome, request)
+        assert_adds_up(outcome.ledger)
+        first, last = outcome.ledger.attempts[0], outcome.ledger.attempts[-1]
+        assert first.decode_pod != last.decode_pod
+        assert first.prefill_pod == last.prefill_pod, "the healthy leg is not blamed"
+        assert (bool(first.failure), last.failure) == (True, "")
+
+
+async def test_all_decode_pods_die(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS, queue_wait_s=0.3) as stack:
+        with pytest.raises(PodUnavailable, match="to go on elsewhere: waited"):
+            await generate_and(stack, long_running(50, 200), 5, kill_decode_pod(stack))
+        ledger = await stack.client.timeline()
+        assert ledger.outcome == "pod_unavailable"
+        assert ledger.attempts[-1].failure
+
+
+async def test_a_decode_pod_comes_back_on_its_address(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack:
+        decode = stack.pods.pods[1]
+
+        def restart(_: Outcome) -> asyncio.Task[None]:
+            async def work() -> None:
+                await stack.pods.restart(decode)
+
+            return asyncio.create_task(work())
+
+        request = long_running(50, 60)
+        outcome = await generate_and(stack, request, 10, restart)
+        assert_right(outcome, request)
+        assert {a.decode_pod for a in outcome.ledger.attempts} == {decode.plan.pod_id}
+
+
+async def test_a_full_decode_pod_is_not_a_failed_one(registry_url: str, tmp_path: Path) -> None:
+    """Reserve finds no blocks: another pod is asked, and nobody is blamed."""
+    async with running_stack(registry_url, tmp_path, decode=1, pod=SLOW_STEPS | {"num_blocks": 8}) as stack:
+        requests = [long_running(60, 30, seed) for seed in range(6)]
+        for outcome, request in zip(await asyncio.gather(*map(stack.generate, requests)), requests, strict=True):
+            assert_right(outcome, request)
+
+
+# --- Prefill pods ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [State.RESERVING, State.PREFILLING, State.HANDING_OFF, State.TRANSFERRING])
+async def test_a_prefill_pod_dies(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State
+) -> None:
+    async with running_stack(registry_url, tmp_path, prefill=2, pod=SLOW_PREFILL) as stack:
+        tasks: list[asyncio.Task[None]] = []
+
+        def kill(request: Request) -> None:
+            name = request.ledger().attempts[-1].prefill_pod if request.ledger().attempts else ""
+            pod = next((p for p in stack.pods.pods if p.plan.pod_id == name), stack.pods.pods[0])
+            tasks.append(asyncio.create_task(stack.pods.kill(pod)))
+
+        on_entering(monkeypatch, state, kill)
+        request = long_running(100, 20)
+        assert_right(await stack.generate(request), request)
+        await asyncio.gather(*tasks)
+        assert len(tasks) == 1
+
+
+async def test_the_only_prefill_pod_dies(registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_stack(registry_url, tmp_path, prefill=1, pod=SLOW_PREFILL) as stack:
+        tasks: list[asyncio.Task[None]] = []
+        kill = stack.pods.kill(stack.pods.pods[0])
+        on_entering(monkeypatch, State.PREFILLING, lambda _: tasks.append(asyncio.create_task(kill)))
+        request = long_running(100, 20)
+        outcome = await stack.generate(request)
+        assert_right(outcome, request)
+        assert [a.prefill_pod != "" for a in outcome.ledger.attempts] == [True, False], "decode-only is the way out"
+        await asyncio.gather(*tasks)
+
+
+async def test_an_expired_lease_is_recomputed(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks have another owner by the time that the decode pod reads them."""
+    async with running_stack(registry_url, tmp_path, prefill=0) as stack:
+        await stack.pods.start("prefill", num_blocks=8)
+        await stack.until_pods(2)
+        original, lost = Attempt.start, []
+
+        async def start(self: Attempt) -> None:
+            if not lost and self.placement.prefill is not None:
+                lost.append(self.sequence_id)
+                await self.placement.prefill.release_lease(self.sequence_id)
+                await stack.generate(tokens_request(prompt_of(120, seed=9), max_tokens=1))
+            await original(self)
+
+        monkeypatch.setattr(Attempt, "start", start)
+        request = long_running(100, 20)
+        outcome = await stack.generate(request)
+        assert_right(outcome, request)
+        first, second = outcome.ledger.attempts
+        assert first.failure.startswith("transfer_failed")
+        assert (first.prefill_pod, first.decode_pod) == (second.prefill_pod, second.decode_pod), "nobody is blamed"
+
+
+# --- Clients that leave ---------------------------------------------------------------------------------------------
+
+LIVE_STATES = [state for state in State if not state.terminal and state is not State.QUEUED]
+
+
+@pytest.mark.parametrize("state", LIVE_STATES)
+async def test_cancelled_at_each_stage(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State
+) -> None:
+    prefill = 0 if state is State.STARTING else 1
+    async with running_stack(registry_url, tmp_path, prefill=prefill, pod=SLOW_STEPS) as stack:
+        on_entering(monkeypatch, state, lambda request: stack.router.requests.abort(request.id))
+        with pytest.raises(Cancelled):
+            await stack.generate(long_running(100, 200))
+        await stack.until_rest()
+        await stack.pods.assert_idle()
+        assert (await stack.client.timeline()).outcome == "cancelled"
+
+
+async def test_cancelled_while_queued(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, prefill=0, decode=0) as stack:
+        task = asyncio.create_task(stack.generate(long_running(10, 10)))
+        await until(lambda: stack.router.cluster.num_waiting == 1)
+        task.cancel()
+        await until(lambda: stack.router.cluster.num_waiting == 0)
+        await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_a_client_disconnects(registry_url: str, tmp_path: Path, prefill: int) -> None:
+    async with running_stack(registry_url, tmp_path, prefill=prefill, pod=SLOW_STEPS) as stack:
+        async with aclosing(stack.client.generate(long_running(100, 500))) as answer:
+            async for response in answer:
+                if not response.tokens:
+                    break
+                break
+        await stack.until_rest()
+        await stack.pods.assert_idle()
+        assert stack.router.requests.states() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_cancelled_at_random_moments(registry_url: str, tmp_path: Path, seed: int) -> None:
+    rng = Random(seed)
+    async with running_stack(registry_url, tmp_path, prefill=2, decode=2, pod={"fake_step_s": 0.001}) as stack:
+
+        async def leave_early(number: int) -> None:
+            task = asyncio.create_task(stack.generate(long_running(rng.randrange(1, 200), 100, number)))
+            await asyncio.wait([task], timeout=rng.uniform(0, 0.3))
+            task.cancel()
+            await asyncio.wait([task])
+
+        await asyncio.gather(*(leave_early(number) for number in range(40)))
+        await stack.until_rest()
+        await stack.pods.assert_idle()
+
+
+@pytest.mark.parametrize("state", LIVE_STATES)
+async def test_cancel_and_death_together(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State
+) -> None:
+    prefill = 0 if state is State.STARTING else 1
+    async with running_stack(registry_url, tmp_path, prefill=prefill, pod=SLOW_STEPS) as stack:
+        tasks: list[asyncio.Task[None]] = []
+        victim = stack.pods.pods[-1]
+
+        def act(request: Request) -> None:
+            stack.router.requests.abort(request.id)
+            tasks.append(asyncio.create_task(stack.pods.kill(victim)))
+
+        on_entering(monkeypatch, state, act)
+        with pytest.raises(Cancelled):
+            await stack.generate(long_running(100, 200))
+        await asyncio.gather(*tasks)
+        await stack.until_rest()
+        await stack.pods.assert_idle()
+
+
+async def test_the_deadline_passes(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack:
+        with pytest.raises(DeadlineExceeded):
+            await stack.generate(long_running(50, 900), timeout_s=0.3)
+        await stack.until_rest()
+        await stack.pods.assert_idle()
+
+
+async def test_abort_by_id(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack:
+        assert not await stack.client.abort("nobody")
+        responses = []
+        with pytest.raises(Cancelled, match="was aborted"):
+            async for response in stack.client.generate(long_running(50, 900)):
+                responses.append(response)
+                if len(responses) == 3:
+                    assert await stack.client.abort(response.request_id)
+        assert all(not r.finish_reason for r in responses), "no normal end"
+
+
+# --- Room -----------------------------------------------------------------------------------------------------------
+
+
+async def test_overload_is_refused_with_a_delay(registry_url: str, tmp_path: Path) -> None:
+    pod = SLOW_STEPS | {"max_num_seqs": 1}
+    async with running_stack(registry_url, tmp_path, prefill=0, pod=pod, queue_wait_s=0.05) as stack:
+        running = asyncio.create_task(stack.generate(long_running(10, 300)))
+        await until(lambda: stack.router.requests.states() == ["decoding"])
+        with pytest.raises(Overloaded, match="all 1 decode pods are busy") as caught:
+            await stack.generate(long_running(10, 10))
+        assert 250 <= caught.value.retry_after_ms <= 30_000
+        assert len((await running).token_ids) == 300
+
+
+async def test_too_many_waiters_are_refused_at_once(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, prefill=0, decode=0, max_waiting=2) as stack:
+        waiting = []
+        for number in (1, 2):
+            waiting.append(asyncio.create_task(stack.generate(long_running(10, 10))))
+            await until(lambda: stack.router.cluster.num_waiting == number)  # noqa: B023  # awaited in the loop
+        with pytest.raises(Overloaded, match="requests are waiting"):
+            await stack.generate(long_running(10, 10))
+        urgent = long_running(10, 10)
+        urgent.priority = -1
+        waiting.append(asyncio.create_task(stack.generate(urgent)))
+        await until(lambda: any(task.done() for task in waiting))
+        await stack.pods.start("decode")
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [isinstance(r, Overloaded) for r in results] == [False, True, False], "the last in order had to go"
+
+
+async def test_requests_wait_for_the_first_pod(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, prefill=0, decode=0) as stack:
+        request = long_running(10, 10)
+        task = asyncio.create_task(stack.generate(request))
+        await until(lambda: stack.router.cluster.num_waiting == 1)
+        await stack.pods.start("decode")
+        assert_right(await task, request)
+
+
+# --- Pods that may not be used --------------------------------------------------------------------------------------
+
+
+async def test_different_layouts_are_refused_by_name(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, prefill=1, decode=0) as stack:
+        await stack.pods.start("decode", block_size=32)
+        await stack.until_pods(2)
+        with pytest.raises(PodUnavailable, match="block_size 16 != 32"):
+            await stack.generate(long_running(10, 10))
+
+
+async def test_a_draining_pod_finishes_but_takes_nothing_new(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, decode=2, pod=SLOW_STEPS) as stack:
+        request = long_running(20, 100)
+        running = asyncio.create_task(stack.generate(request))
+        await until(lambda: stack.router.requests.states() == ["decoding"])
+        (name,) = {a.decode_pod for r, _ in stack.router.requests.live() for a in r.ledger().attempts}
+        draining = next(pod for pod in stack.pods.pods if pod.plan.pod_id == name)
+        drain = asyncio.create_task(draining.drain(10.0))
+        await until(lambda: any(pod.draining for pod in stack.router.cluster.snapshot()))
+        others = await asyncio.gather(*(stack.generate(long_running(20, 5, seed)) for seed in range(8)))
+        assert name not in {a.decode_pod for outcome in others for a in outcome.ledger.attempts}
+        outcome = await running
+        assert_right(outcome, request)
+        assert len(outcome.ledger.attempts) == 1
+        await drain
+
+
+# --- The registry and the router itself -----------------------------------------------------------------------------
+
+
+async def test_the_registry_dies_and_comes_back_empty(tmp_path: Path) -> None:
+    registry = RegistryServer()
+    registry.start()
+    try:
+        async with running_stack(registry.url, tmp_path, pod=SLOW_STEPS) as stack:
+            request = long_running(30, 300)
+            running = asyncio.create_task(stack.generate(request))
+            await until(lambda: stack.router.requests.states() == ["decoding"])
+            registry.kill()
+            during = long_running(20, 20)
+            assert_right(await stack.generate(during), during)
+            registry.start()
+            assert_right(await stack.generate(during), during)
+            outcome = await running
+            assert_right(outcome, request)
+            assert len(outcome.ledger.attempts) == 1, "nobody noticed"
+    finally:
+        registry.kill()
+
+
+async def test_a_router_that_stops_ends_streams_with_an_error(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack:
+        outcome = Outcome()
+
+        async def read() -> None:
+            async for response in stack.client.generate(long_running(30, 900)):
+                outcome.responses.append(response)
+
+        reading = asyncio.create_task(read())
+        await until(lambda: len(outcome.token_ids) > 3)
+        await stack.router.stop()
+        with pytest.raises((Cancelled, PodUnavailable)):
+            await reading
+        assert outcome.last.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+        await stack.pods.assert_idle()
+
+
+def test_the_fake_answers_are_long_enough() -> None:
+    """min_tokens keeps the fake model from ending early; these tests rely on it."""
+    assert len(right_answer(long_running(50, 40)).output_ids) == 40
+    assert len(right_answer(tokens_request(prompt_of(50), max_tokens=40, min_tokens=40)).output_ids) == 40
