@@ -357,6 +357,13 @@ async def test_8_one_read_fails_while_its_sibling_still_writes(faulty: Pods) -> 
     assert faulty.puller.quarantined_block_ids == frozenset()
 
 
+async def test_8_a_failure_stops_the_siblings_at_once(faulty: Pods) -> None:
+    faulty.faults.plan.update({0: Fault.STALL, 1: Fault.FAIL})
+    with pytest.raises(PeerLost, match="fails as planned"):
+        await faulty.puller.pull(in_groups(make_handoff([7, 3], 8)), [5, 1], 0)
+    assert faulty.clock.now < 1.0  # not after the 5 s that a stalled read may take
+
+
 async def test_a_read_that_stalls_is_given_up_in_time(faulty: Pods) -> None:
     faulty.faults.plan[0] = Fault.STALL
     with pytest.raises(PeerLost, match=r"did not finish within 5\.0 s"):

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvtransfer import copying
 from kvtransfer import errors as e
 from kvtransfer.agent import Agent, AgentConfig
 from kvtransfer.backends import shm_listener
@@ -320,6 +321,19 @@ def test_the_memory_of_a_dead_peer_is_unmapped(other: Agent, runtime_dir: Path) 
     finally:
         peer.kill()
     until(lambda: mappings() == before)
+
+
+def test_a_peer_that_dies_during_the_copy(target: Agent, other: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    far, near = allocate("shm", SIZE), allocate("shm", SIZE)
+    target.register_memory([far])
+    other.register_memory([near])
+    other.add_remote_agent(target.get_agent_metadata())
+    near_descs, far_descs = (XferDescs(MemType.DRAM_SEG, [(a.ctypes.data, SIZE, 0)]) for a in (near, far))
+    handle = other.initialize_xfer("READ", near_descs, far_descs, "target", b"done")
+    monkeypatch.setattr(copying, "run", lambda plan, deltas: target.close())
+    with pytest.raises(e.nixlRemoteDisconnectError, match="during the transfer"):
+        other.transfer(handle)
+    assert target.get_new_notifs() == {}
 
 
 def test_arrays_keep_their_memory_alive_and_nothing_else_does() -> None:
