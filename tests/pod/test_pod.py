@@ -97,12 +97,7 @@ async def test_a_crash_of_the_engine_fails_all_that_is_pending(
 
 
 async def test_a_process_whose_engine_crashed_ends_with_1(cluster: Cluster) -> None:
-    flags: dict[str, Any] = {
-        "model": "fake",
-        "cluster": cluster.name,
-        "registry_url": cluster.registry_url,
-        "num_blocks": 8,
-    }
+    flags: dict[str, Any] = {"model": "fake", "cluster": cluster.name, "registry_url": cluster.registry_url}
     async with PodProcess("prefill", module="tests.support.crashing_pod", num_blocks=8, **flags) as process:
         fields = await process.until_ready()
         client = PodClient(fields["address"])
