@@ -1,9 +1,38 @@
-"""Asserts of the shared suites explain themselves in failures only when pytest rewrites them."""
+"""Fixtures of the pull tests; and asserts of shared suites explain themselves only when pytest rewrites them."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import pytest
 
+if TYPE_CHECKING:
+    from tests.kvtransfer.pods import Pods
+
 pytest.register_assert_rewrite(
-    "tests.kvtransfer.conformance", "tests.kvtransfer.process_conformance", "tests.kvtransfer.support"
+    *(
+        f"tests.kvtransfer.{name}"
+        for name in ("conformance", "api_conformance", "process_conformance", "support", "pods")
+    )
 )
+
+
+@pytest.fixture(params=["inproc", "shm"])
+async def pods(request: pytest.FixtureRequest, runtime_dir: Path, no_leaked_tasks: None) -> AsyncIterator[Pods]:
+    from tests.kvtransfer.pods import close_pods, make_pods
+
+    pods = make_pods(request.param, runtime_dir)
+    yield pods
+    await close_pods(pods)
+
+
+@pytest.fixture
+async def faulty(runtime_dir: Path, no_leaked_tasks: None) -> AsyncIterator[Pods]:
+    """On inproc, whose posts can be made to fail, stall and land late."""
+    from tests.kvtransfer.pods import close_pods, make_pods
+
+    pods = make_pods("inproc", runtime_dir)
+    yield pods
+    await close_pods(pods)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,3 +119,57 @@ class Pods:
             assert len(values) == 1, f"local block {block} holds a mixture of {values}"
             result.append(values.pop() - 1 if values != {0} else None)
         return result
+
+
+async def close_pods(pods: Pods) -> None:
+    pods.puller.check_invariants()
+    assert pods.puller.num_transfers == 0
+    assert pods.puller.quarantined_block_ids == frozenset()
+    await pods.puller.close()
+    pods.decode.close()
+    pods.prefill.close()
+
+
+def make_pods(backend: str, runtime_dir: Path, max_transfers: int = 2) -> Pods:
+    clock = Clock()
+    prefill = make_endpoint("prefill", backend, runtime_dir)
+    decode = make_endpoint("decode", backend, runtime_dir, "e9")
+    fill(prefill)
+    pods: Pods
+
+    async def fetch(address: str) -> kv_pb2.GetAgentMetadataResponse:
+        return await pods.fetch(address)
+
+    puller = Puller(
+        decode, fetch, max_transfers=max_transfers, timeout_s=5.0, settle_s=1.0, clock=clock, sleep=clock.sleep
+    )
+    pods = Pods(prefill, decode, puller, clock, prefill)
+    return pods
+
+
+async def soon(condition: Callable[[], object]) -> None:
+    """Lets the loop run until it holds."""
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not happen")
+
+
+async def notes(pods: Pods, count: int) -> list[tuple[int, str]]:
+    """The next `count` notifications that the prefill pod gets."""
+    got: list[tuple[int, str]] = []
+    async with asyncio.timeout(20):
+        while len(got) < count:
+            got += [(n.action, n.lease_id) for n in pods.prefill.poll_notifications()]
+            await asyncio.sleep(0.001)
+    return got
+
+
+def in_groups(handoff: kv_pb2.KVHandoff) -> kv_pb2.KVHandoff:
+    """The same hand-off as one group a layer, so that it is read with two transfers."""
+    blocks = list(handoff.groups[0].blocks)
+    del handoff.groups[:]
+    for layer in range(LAYOUT.num_layers):
+        handoff.groups.add(first_layer=layer, num_layers=1, blocks=blocks)
+    return handoff

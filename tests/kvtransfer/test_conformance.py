@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.kvtransfer.api_conformance import ApiConformance
 from tests.kvtransfer.conformance import AgentConformance
 from tests.kvtransfer.process_conformance import ProcessConformance
 
 
-class TestInproc(AgentConformance):
+class TestInproc(AgentConformance, ApiConformance):
     backend = "inproc"
 
 
-class TestShm(AgentConformance):
+class TestShm(AgentConformance, ApiConformance):
     backend = "shm"
 
     def params(self, runtime_dir: Path) -> dict[str, str]:

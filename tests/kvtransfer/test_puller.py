@@ -1,9 +1,8 @@
-"""Pulls: the right bytes, the right errors, and no byte after a pull is over. Numbers are those of FAILURES.md."""
+"""Pulls: the right bytes in the right places, taking turns, or the right error. Numbers are those of FAILURES.md."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,81 +12,22 @@ import pytest
 from kvtransfer import peers
 from kvtransfer.backends.inproc import Fault
 from kvtransfer.lease import LeaseTable
-from kvtransfer.puller import Puller
 from proto import kv_pb2
-from proto.errors import InternalError, LayoutMismatch, LeaseExpired, PeerLost, PodUnavailable
-from tests.kvtransfer.pods import LAYOUT, Clock, Pods, fill, make_endpoint, make_handoff
+from proto.errors import InternalError, LayoutMismatch, LeaseExpired, PeerLost
+from tests.kvtransfer.pods import (
+    LAYOUT,
+    Pods,
+    close_pods,
+    fill,
+    in_groups,
+    make_endpoint,
+    make_handoff,
+    make_pods,
+    notes,
+    soon,
+)
 
 Release, Renew = kv_pb2.LeaseNotification.ACTION_RELEASE, kv_pb2.LeaseNotification.ACTION_RENEW
-
-
-async def close(pods: Pods) -> None:
-    pods.puller.check_invariants()
-    assert pods.puller.num_transfers == 0
-    assert pods.puller.quarantined_block_ids == frozenset()
-    await pods.puller.close()
-    pods.decode.close()
-    pods.prefill.close()
-
-
-def make_pods(backend: str, runtime_dir: Path, max_transfers: int = 2) -> Pods:
-    clock = Clock()
-    prefill = make_endpoint("prefill", backend, runtime_dir)
-    decode = make_endpoint("decode", backend, runtime_dir, "e9")
-    fill(prefill)
-    pods: Pods
-
-    async def fetch(address: str) -> kv_pb2.GetAgentMetadataResponse:
-        return await pods.fetch(address)
-
-    puller = Puller(
-        decode, fetch, max_transfers=max_transfers, timeout_s=5.0, settle_s=1.0, clock=clock, sleep=clock.sleep
-    )
-    pods = Pods(prefill, decode, puller, clock, prefill)
-    return pods
-
-
-@pytest.fixture(params=["inproc", "shm"])
-async def pods(request: pytest.FixtureRequest, runtime_dir: Path, no_leaked_tasks: None) -> AsyncIterator[Pods]:
-    pods = make_pods(request.param, runtime_dir)
-    yield pods
-    await close(pods)
-
-
-@pytest.fixture
-async def faulty(runtime_dir: Path, no_leaked_tasks: None) -> AsyncIterator[Pods]:
-    """On inproc, whose posts can be made to fail, stall and land late."""
-    pods = make_pods("inproc", runtime_dir)
-    yield pods
-    await close(pods)
-
-
-async def soon(condition: Callable[[], object]) -> None:
-    """Lets the loop run until it holds."""
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it did not happen")
-
-
-async def notes(pods: Pods, count: int) -> list[tuple[int, str]]:
-    """The next `count` notifications that the prefill pod gets."""
-    got: list[tuple[int, str]] = []
-    async with asyncio.timeout(20):
-        while len(got) < count:
-            got += [(n.action, n.lease_id) for n in pods.prefill.poll_notifications()]
-            await asyncio.sleep(0.001)
-    return got
-
-
-def in_groups(handoff: kv_pb2.KVHandoff) -> kv_pb2.KVHandoff:
-    """The same hand-off as one group a layer, so that it is read with two transfers."""
-    blocks = list(handoff.groups[0].blocks)
-    del handoff.groups[:]
-    for layer in range(LAYOUT.num_layers):
-        handoff.groups.add(first_layer=layer, num_layers=1, blocks=blocks)
-    return handoff
 
 
 # --- what arrives ---
@@ -284,184 +224,6 @@ async def test_a_local_block_that_is_not_ours(faulty: Pods, block: int) -> None:
         await faulty.puller.pull(make_handoff([7], 4), [block], 0)
 
 
-# --- peers that are gone or sick ---
-
-
-async def test_9_a_pod_that_cannot_be_reached(pods: Pods) -> None:
-    pods.answer = None
-    with pytest.raises(PeerLost, match="no route") as error:
-        await pods.puller.pull(make_handoff([7], 4), [5], 0)
-    assert error.value.pod_id == "prefill"
-    pods.answer = pods.prefill
-    await pods.puller.pull(make_handoff([7], 4), [5], 0)  # a failure is not remembered
-    assert pods.contents(5) == [7]
-
-
-async def test_9_a_pod_that_never_answers(runtime_dir: Path, no_leaked_tasks: None) -> None:
-    pods = make_pods("inproc", runtime_dir)
-    pods.answer = asyncio.Event()
-    impatient = Puller(pods.decode, pods.fetch, timeout_s=0.01)
-    with pytest.raises(PeerLost, match="no answer"):
-        await impatient.pull(make_handoff([7], 4), [5], 0)
-    impatient.check_invariants()
-    await impatient.close()
-    await close(pods)
-
-
-@pytest.mark.parametrize("error", [PodUnavailable("draining"), OSError("refused")])
-async def test_errors_of_the_side_channel(faulty: Pods, error: Exception) -> None:
-    async def fail(address: str) -> kv_pb2.GetAgentMetadataResponse:
-        raise error
-
-    faulty.fetch = fail  # type: ignore[method-assign]  # a fault
-    with pytest.raises(PeerLost, match=str(error)):
-        await faulty.puller.pull(make_handoff([7], 4), [5], 0)
-
-
-@pytest.mark.parametrize(
-    "change", [{"num_blocks": 0}, {"block_bytes": 7}, {"kv_base_address": 2**64 - 5}, {"agent_metadata": b"x"}]
-)
-async def test_nonsense_from_the_side_channel(faulty: Pods, change: dict[str, object]) -> None:
-    async def lie(address: str) -> kv_pb2.GetAgentMetadataResponse:
-        answer = faulty.prefill.describe()
-        for name, value in change.items():
-            setattr(answer, name, value)
-        return answer
-
-    faulty.fetch = lie  # type: ignore[method-assign]  # a fault
-    with pytest.raises(PeerLost):
-        await faulty.puller.pull(make_handoff([7], 4), [5], 0)
-
-
-async def test_a_pod_that_dies_between_two_pulls(pods: Pods) -> None:
-    await pods.puller.pull(make_handoff([7], 4), [5], 0)
-    await notes(pods, 1)
-    pods.prefill.close()
-    pods.answer = None
-    with pytest.raises(PeerLost) as error:
-        await pods.puller.pull(make_handoff([8], 4), [6], 0)
-    assert error.value.pod_id == "prefill"
-
-
-async def test_8_one_read_fails_while_its_sibling_still_writes(faulty: Pods) -> None:
-    faulty.faults.plan.update({0: Fault.LATE, 1: Fault.FAIL})
-    pull = asyncio.create_task(faulty.puller.pull(in_groups(make_handoff([7, 3], 8)), [5, 1], 0))
-    await soon(lambda: faulty.faults.num_posts == 2)
-    for _ in range(50):  # less than settle_s of its clock
-        await asyncio.sleep(0)
-        assert not pull.done()
-        assert faulty.puller.quarantined_block_ids == {5, 1}
-    faulty.faults.land(0)
-    with pytest.raises(PeerLost, match="fails as planned"):
-        await pull
-    assert faulty.puller.quarantined_block_ids == frozenset()
-
-
-async def test_8_a_failure_stops_the_siblings_at_once(faulty: Pods) -> None:
-    faulty.faults.plan.update({0: Fault.STALL, 1: Fault.FAIL})
-    with pytest.raises(PeerLost, match="fails as planned"):
-        await faulty.puller.pull(in_groups(make_handoff([7, 3], 8)), [5, 1], 0)
-    assert faulty.clock.now < 1.0  # not after the 5 s that a stalled read may take
-
-
-async def test_a_read_that_stalls_is_given_up_in_time(faulty: Pods) -> None:
-    faulty.faults.plan[0] = Fault.STALL
-    with pytest.raises(PeerLost, match=r"did not finish within 5\.0 s"):
-        await faulty.puller.pull(make_handoff([7], 4), [5], 0)
-    assert 5.0 <= faulty.clock.now < 5.5
-    assert faulty.faults.stalled == {}
-    assert faulty.contents(5) == [None]
-
-
-async def test_a_read_that_cannot_be_cancelled_is_cut_off(faulty: Pods) -> None:
-    faulty.faults.plan[0] = Fault.LATE
-    with pytest.raises(PeerLost, match="did not finish"):
-        await faulty.puller.pull(make_handoff([7], 4), [5], 0)
-    assert 6.0 <= faulty.clock.now < 6.5  # timeout_s, then settle_s
-    assert faulty.faults.stalled == {}  # the link is gone, so it can never land
-    await faulty.puller.pull(make_handoff([7], 4), [5], 0)  # the next one connects again
-    assert faulty.contents(5) == [7]
-
-
-async def test_a_sick_pod_delays_no_pull_from_a_healthy_one(faulty: Pods, runtime_dir: Path) -> None:
-    """It is waited for before a slot is taken."""
-    await faulty.puller.pull(make_handoff([7], 4), [5], 0)
-    never = faulty.answer = asyncio.Event()
-    sick = []
-    for i in range(4):
-        handoff = make_handoff([i], 4)
-        handoff.source_pod_id = "sick"
-        sick.append(asyncio.create_task(faulty.puller.pull(handoff, [10 + i], 0)))
-    await soon(lambda: faulty.puller.num_transfers == 4)
-    await faulty.puller.pull(make_handoff([8], 4), [6], 0)
-    assert faulty.contents(6) == [8]
-    never.set()
-    assert all(isinstance(r, PeerLost) for r in await asyncio.gather(*sick, return_exceptions=True))
-
-
-# --- cancellation ---
-
-
-async def cancelled(task: asyncio.Task[object]) -> None:
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def test_4_cancelled_while_connecting(faulty: Pods) -> None:
-    gate = faulty.answer = asyncio.Event()
-    pull = asyncio.create_task(faulty.puller.pull(make_handoff([7], 4), [5], 0))
-    await soon(lambda: faulty.puller.num_transfers == 1)
-    await cancelled(pull)
-    faulty.answer = faulty.prefill
-    gate.set()
-
-
-async def test_4_cancelled_in_line(faulty: Pods) -> None:
-    faulty.faults.plan.update({0: Fault.LATE, 1: Fault.LATE})
-    running = [asyncio.create_task(faulty.puller.pull(make_handoff([b], 4), [b], 0)) for b in (7, 8)]
-    await soon(lambda: len(faulty.faults.stalled) == 2)
-    waiting = asyncio.create_task(faulty.puller.pull(make_handoff([9], 4), [9], 0))
-    await soon(lambda: faulty.puller.num_transfers == 3)
-    await cancelled(waiting)
-    assert await notes(faulty, 1) == [(Release, "lease")]
-    for post in (0, 1):
-        faulty.faults.land(post)
-    await asyncio.gather(*running)
-    assert faulty.contents(7, 8, 9) == [7, 8, None]
-
-
-@pytest.mark.parametrize("fault", [Fault.STALL, Fault.LATE])
-async def test_4_cancelled_while_reading(faulty: Pods, fault: Fault) -> None:
-    """However often it is cancelled, it ends only when nothing can land any more."""
-    faulty.faults.plan[0] = fault
-    pull = asyncio.create_task(faulty.puller.pull(make_handoff([7], 4), [5], 0))
-    await soon(lambda: faulty.faults.stalled)
-    assert faulty.puller.quarantined_block_ids == {5}
-    for _ in range(20):
-        pull.cancel()
-        await asyncio.sleep(0)
-        assert not pull.done() or fault is Fault.STALL
-    if fault is Fault.LATE:
-        assert faulty.puller.quarantined_block_ids == {5}
-        faulty.faults.land(0)
-    await cancelled(pull)
-    before = faulty.contents(5)
-    for post in list(faulty.faults.stalled):
-        faulty.faults.land(post)
-    assert faulty.contents(5) == before
-    assert await notes(faulty, 1) == [(Release, "lease")]
-
-
-async def test_a_cancelled_late_read_is_cut_off_in_the_end(faulty: Pods) -> None:
-    faulty.faults.plan[0] = Fault.LATE
-    pull = asyncio.create_task(faulty.puller.pull(make_handoff([7], 4), [5], 0))
-    await soon(lambda: faulty.faults.stalled)
-    await cancelled(pull)
-    assert faulty.faults.stalled == {}
-    assert faulty.contents(5) == [None]
-
-
 # --- turns, leases ---
 
 
@@ -517,7 +279,7 @@ async def test_the_lease_is_renewed_in_line_and_in_transfer(faulty: Pods) -> Non
 async def test_after_close_nothing_is_pulled(runtime_dir: Path, no_leaked_tasks: None) -> None:
     pods = make_pods("shm", runtime_dir)
     await pods.puller.pull(make_handoff([7], 4), [5], 0)
-    await close(pods)
+    await close_pods(pods)
     with pytest.raises(InternalError, match="closed"):
         await pods.puller.pull(make_handoff([7], 4), [5], 0)
 

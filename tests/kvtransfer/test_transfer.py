@@ -94,7 +94,7 @@ def test_a_read_cannot_settle_twice_nor_be_posted_too_early() -> None:
 
 @given(num_tokens=st.integers(1, 40), num_cached=st.integers(0, 50))
 def test_only_the_blocks_past_the_cached_tokens_are_read(num_tokens: int, num_cached: int) -> None:
-    """FAILURES 1 and 2: nothing when all is here, else from the first block that is not whole, in place."""
+    """Nothing when all is here, else from the first block that is not whole, each into its place."""
     blocks = list(range(100, 100 + -(-num_tokens // LAYOUT.block_size)))
     local = list(range(len(blocks) + 1))
     plan = plan_pull(LAYOUT, make_handoff(blocks, num_tokens), local, num_cached)
