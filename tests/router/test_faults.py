@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
+from pod.pod import Pod
 from proto import common_pb2, inference_pb2
 from proto.errors import Cancelled, DeadlineExceeded, Overloaded, PodUnavailable
 from router.attempt import Attempt
@@ -36,42 +38,39 @@ async def generate_and(
     stack: Stack,
     request: inference_pb2.GenerateRequest,
     num_tokens: int,
-    fault: Callable[[Outcome], asyncio.Task[None]],
+    fault: Callable[[], Coroutine[Any, Any, object]],
+    outcome: Outcome,
 ) -> Outcome:
-    """The whole answer; `fault` is started once the client has had `num_tokens`."""
-    outcome, task = Outcome(), None
+    """The whole answer, in `outcome`; `fault` is started once the client has had `num_tokens`."""
+    task: asyncio.Task[object] | None = None
     async for response in stack.client.generate(request):
         outcome.responses.append(response)
         if task is None and len(outcome.token_ids) >= num_tokens:
-            task = fault(outcome)
+            task = asyncio.create_task(fault())
     assert task is not None, "the answer was too short for the fault"
     await task
     return outcome
 
 
-def kill_decode_pod(stack: Stack) -> Callable[[Outcome], asyncio.Task[None]]:
-    """Kills the pod that decodes the only request."""
-
-    def kill(_: Outcome) -> asyncio.Task[None]:
-        (name,) = {
-            attempt.decode_pod
-            for request, _ in stack.router.requests.live()
-            for attempt in list(request.ledger().attempts)[-1:]
-        }
-        pod = next(pod for pod in stack.pods.pods if pod.plan.pod_id == name)
-        return asyncio.create_task(stack.pods.kill(pod))
-
-    return kill
+def decoding_pod(stack: Stack) -> Pod:
+    """The pod that decodes the only request."""
+    ((request, _),) = stack.router.requests.live()
+    name = request.ledger().attempts[-1].decode_pod
+    return next(pod for pod in stack.pods.pods if pod.plan.pod_id == name)
 
 
-def on_entering(monkeypatch: pytest.MonkeyPatch, state: State, act: Callable[[Request], None], times: int = 1) -> None:
-    """Calls `act` in the moment in which a request enters `state`, the first `times` times."""
-    original, left = Request._move, [times]
+def kill_decode_pod(stack: Stack) -> Callable[[], Coroutine[Any, Any, None]]:
+    return lambda: stack.pods.kill(decoding_pod(stack))
+
+
+def on_entering(monkeypatch: pytest.MonkeyPatch, state: State, act: Callable[[Request], object]) -> None:
+    """Calls `act` in the moment in which a request enters `state` for the first time."""
+    original, entered = Request._move, asyncio.Event()
 
     def move(self: Request, event: Event) -> None:
         original(self, event)
-        if self.state is state and left[0] > 0:
-            left[0] -= 1
+        if self.state is state and not entered.is_set():
+            entered.set()
             act(self)
 
     monkeypatch.setattr(Request, "_move", move)
@@ -85,7 +84,7 @@ def on_entering(monkeypatch: pytest.MonkeyPatch, state: State, act: Callable[[Re
 async def test_a_decode_pod_dies_in_mid_stream(registry_url: str, tmp_path: Path, prefill: int, after: int) -> None:
     async with running_stack(registry_url, tmp_path, prefill=prefill, decode=2, pod=SLOW_STEPS) as stack:
         request = long_running(50, 40)
-        outcome = await generate_and(stack, request, after, kill_decode_pod(stack))
+        outcome = await generate_and(stack, request, after, kill_decode_pod(stack), Outcome())
         assert_right(outcome, request)
         assert_adds_up(outcome.ledger)
         first, last = outcome.ledger.attempts[0], outcome.ledger.attempts[-1]
@@ -97,7 +96,7 @@ async def test_a_decode_pod_dies_in_mid_stream(registry_url: str, tmp_path: Path
 async def test_all_decode_pods_die(registry_url: str, tmp_path: Path) -> None:
     async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS, queue_wait_s=0.3) as stack:
         with pytest.raises(PodUnavailable, match="to go on elsewhere: waited"):
-            await generate_and(stack, long_running(50, 200), 5, kill_decode_pod(stack))
+            await generate_and(stack, long_running(50, 200), 5, kill_decode_pod(stack), Outcome())
         ledger = await stack.client.timeline()
         assert ledger.outcome == "pod_unavailable"
         assert ledger.attempts[-1].failure
@@ -107,14 +106,8 @@ async def test_a_decode_pod_comes_back_on_its_address(registry_url: str, tmp_pat
     async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack:
         decode = stack.pods.pods[1]
 
-        def restart(_: Outcome) -> asyncio.Task[None]:
-            async def work() -> None:
-                await stack.pods.restart(decode)
-
-            return asyncio.create_task(work())
-
         request = long_running(50, 60)
-        outcome = await generate_and(stack, request, 10, restart)
+        outcome = await generate_and(stack, request, 10, lambda: stack.pods.restart(decode), Outcome())
         assert_right(outcome, request)
         assert {a.decode_pod for a in outcome.ledger.attempts} == {decode.plan.pod_id}
 
@@ -168,7 +161,8 @@ async def test_an_expired_lease_is_recomputed(
     async with running_stack(registry_url, tmp_path, prefill=0) as stack:
         await stack.pods.start("prefill", num_blocks=8)
         await stack.until_pods(2)
-        original, lost = Attempt.start, []
+        original = Attempt.start
+        lost: list[str] = []
 
         async def start(self: Attempt) -> None:
             if not lost and self.placement.prefill is not None:
@@ -275,13 +269,14 @@ async def test_the_deadline_passes(registry_url: str, tmp_path: Path) -> None:
 async def test_abort_by_id(registry_url: str, tmp_path: Path) -> None:
     async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack:
         assert not await stack.client.abort("nobody")
-        responses = []
+        outcome = Outcome()
+
+        async def abort() -> None:
+            assert await stack.client.abort(outcome.last.request_id)
+
         with pytest.raises(Cancelled, match="was aborted"):
-            async for response in stack.client.generate(long_running(50, 900)):
-                responses.append(response)
-                if len(responses) == 3:
-                    assert await stack.client.abort(response.request_id)
-        assert all(not r.finish_reason for r in responses), "no normal end"
+            await generate_and(stack, long_running(50, 900), 3, abort, outcome)
+        assert all(not r.finish_reason for r in outcome.responses), "no normal end"
 
 
 # --- Room -----------------------------------------------------------------------------------------------------------
@@ -340,12 +335,11 @@ async def test_a_draining_pod_finishes_but_takes_nothing_new(registry_url: str, 
         request = long_running(20, 100)
         running = asyncio.create_task(stack.generate(request))
         await until(lambda: stack.router.requests.states() == ["decoding"])
-        (name,) = {a.decode_pod for r, _ in stack.router.requests.live() for a in r.ledger().attempts}
-        draining = next(pod for pod in stack.pods.pods if pod.plan.pod_id == name)
+        draining = decoding_pod(stack)
         drain = asyncio.create_task(draining.drain(10.0))
         await until(lambda: any(pod.draining for pod in stack.router.cluster.snapshot()))
         others = await asyncio.gather(*(stack.generate(long_running(20, 5, seed)) for seed in range(8)))
-        assert name not in {a.decode_pod for outcome in others for a in outcome.ledger.attempts}
+        assert draining.plan.pod_id not in {a.decode_pod for outcome in others for a in outcome.ledger.attempts}
         outcome = await running
         assert_right(outcome, request)
         assert len(outcome.ledger.attempts) == 1
