@@ -1,4 +1,7 @@
-"""Pulls: the right bytes in the right places, taking turns, or the right error. Numbers are those of FAILURES.md."""
+"""Pulls: the right bytes in the right places, taking turns, or the right error.
+
+A number in a test's name is that of its class of faults in the project's list of failures.
+"""
 
 from __future__ import annotations
 
