@@ -16,7 +16,7 @@ import redis.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from proto.errors import PeerLost
+from proto.errors import PeerLost, PodUnavailable
 from proto.registry import pod_key
 from proto.registry_pb2 import POD_STATE_DRAINING, POD_STATE_READY, PodRecord
 from tests.support.http import scrape
@@ -241,6 +241,26 @@ async def test_what_keeps_a_pod_from_starting_is_one_line(setup: Setup) -> None:
         assert "Traceback" not in pod.stderr
         assert len(told) <= 1, f"{flags}: {pod.stderr}"  # the resolved settings
         assert pod.stdout == ""
+
+
+async def test_14_a_call_to_a_frozen_pod_ends_and_the_pod_drops_it_when_it_wakes(setup: Setup) -> None:
+    (pod,) = await setup.start("prefill", fake_prefill_s_per_token=0.02, max_batched_tokens=64)
+    client = await setup.client(pod)
+    call = asyncio.create_task(client.prefill(spec(range(500))))
+
+    async def running() -> bool:
+        return "pdserve_sequences_running 1.0" in await scrape(pod.fields["metrics"])
+
+    await until(running)
+    pod.send(signal.SIGSTOP)
+    with pytest.raises(PodUnavailable, match="ping timeout"):
+        await call
+    pod.send(signal.SIGCONT)
+
+    async def freed() -> bool:
+        return 'pdserve_blocks{state="free"} 64.0' in await scrape(pod.fields["metrics"])
+
+    await until(freed)
 
 
 @pytest.mark.model
