@@ -1,4 +1,5 @@
 // All CPU kernels for one instruction set. build.py compiles this file once for each, with -DISA=<name>.
+#include "linear.h"
 #include "ops.h"
 #include "paged_decode.h"
 #include "paged_prefill.h"
@@ -27,4 +28,5 @@ const Ops JOIN(ops_, ISA) = {
     by_type<rms_norm<float>, rms_norm<bf16>>,
     by_type<rope<float>, rope<bf16>>,
     by_type<silu_mul<float>, silu_mul<bf16>>,
+    by_type<linear<float>, linear<bf16>>,
 };

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from kernels.cpu.build import build
 
 OK = -1
 MAX_HEAD_DIM = 256
+MAX_DEPTH = 32768
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _INT64, _INT32, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
@@ -45,11 +46,24 @@ class Heads(ctypes.Structure):
     _fields_ = (("data", _POINTER), *((name, _INT64) for name in ("tokens", "heads", "token_stride", "head_stride")))
 
 
+class Matrix(ctypes.Structure):
+    """Weights [rows, columns]."""
+
+    _fields_ = (("data", _POINTER), ("rows", _INT64), ("row_stride", _INT64))
+
+
+class Weights(ctypes.Structure):
+    """Linear layers that share their input."""
+
+    _fields_ = (("dtype", _INT32), ("matrices", ctypes.POINTER(Matrix)), ("count", _INT64), ("depth", _INT64))
+
+
 def _op(*arguments: type) -> type:
     return ctypes.CFUNCTYPE(_INT64, *arguments)
 
 
 _HEADS, _CACHE, _CONTEXT = ctypes.POINTER(Heads), ctypes.POINTER(Cache), ctypes.POINTER(Context)
+_WEIGHTS = ctypes.POINTER(Weights)
 
 
 class _Ops(ctypes.Structure):
@@ -67,6 +81,7 @@ class _Ops(ctypes.Structure):
         ),
         ("rope", _op(_INT32, _HEADS, _HEADS, _INT64, _POINTER, _POINTER, _POINTER, _INT64, _INT32)),
         ("silu_mul", _op(_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32)),
+        ("linear", _op(_INT32, _POINTER, _INT64, _INT64, _WEIGHTS, _POINTER, _POINTER, _INT32)),
     )
 
 
@@ -81,6 +96,7 @@ class Library:
     rms_norm: Callable[..., int]
     rope: Callable[..., int]
     silu_mul: Callable[..., int]
+    linear: Callable[..., int]
 
 
 @functools.cache
@@ -135,3 +151,9 @@ def heads_of(tensor: torch.Tensor) -> Heads:
     """tensor: [tokens, heads, head_dim]."""
     num_tokens, num_heads, _ = tensor.shape
     return Heads(tensor.data_ptr(), num_tokens, num_heads, tensor.stride(0), tensor.stride(1))
+
+
+def weights_of(parts: Sequence[torch.Tensor]) -> Weights:
+    """parts: [rows, columns] of one dtype and equal columns; they must outlive the result."""
+    matrices = (Matrix * len(parts))(*(Matrix(part.data_ptr(), part.shape[0], part.stride(0)) for part in parts))
+    return Weights(dtype_code(parts[0]), matrices, len(parts), parts[0].shape[1])

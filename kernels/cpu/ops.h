@@ -35,6 +35,19 @@ struct Heads {
   int64_t token_stride, head_stride;
 };
 
+// Row-major weights, the last dimension contiguous.
+struct Matrix {
+  const void* data;
+  int64_t rows, row_stride;
+};
+
+// Linear layers that share their input: the rows of one matrix after the other are the output's columns.
+struct Weights {
+  DType dtype;
+  const Matrix* matrices;
+  int64_t count, depth;
+};
+
 struct Ops {
   const char* isa;
   int64_t (*paged_decode)(DType, const Heads& q, const Cache&, const Context&, float scale, const Heads& out, int threads);
@@ -49,6 +62,9 @@ struct Ops {
                   const float* sin, int64_t num_positions, int threads);
   int64_t (*silu_mul)(DType, const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t columns,
                       int threads);
+  // x: [rows, depth]; bias (or null): one value for each column of out; out: contiguous.
+  int64_t (*linear)(DType, const void* x, int64_t x_stride, int64_t rows, const Weights&, const void* bias, void* out,
+                    int threads);
 };
 
 // GCC's and LLVM's OpenMP runtimes both export GOMP_parallel with this signature.

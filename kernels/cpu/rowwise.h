@@ -15,17 +15,6 @@ inline void for_vectors(int64_t count, const Body& body) {
 }
 
 template <class T>
-inline Vec load_some(const T* p, int64_t n) {
-  return n == LANES ? load(p) : load_first(p, n);
-}
-
-template <class T>
-inline void store_some(T* p, Vec v, int64_t n) {
-  if (n == LANES) return store(p, v);
-  store_first(p, v, n);
-}
-
-template <class T>
 int64_t kv_write(const Heads& k, const Heads& v, const Cache& cache, const int64_t* slots, int threads) {
   for (int64_t t = 0; t < k.tokens; t++)
     if (slots[t] >= cache.num_blocks * cache.block_size) return t;

@@ -70,6 +70,17 @@ inline void store_first(T* p, Vec v, int64_t n) {
   __builtin_memcpy(p, lanes, n * sizeof(T));
 }
 
+template <class T>
+inline Vec load_some(const T* p, int64_t n) {
+  return n == LANES ? load(p) : load_first(p, n);
+}
+
+template <class T>
+inline void store_some(T* p, Vec v, int64_t n) {
+  if (n == LANES) return store(p, v);
+  store_first(p, v, n);
+}
+
 // Writes n floats times `factor`, rounded to T. `from` is readable to the next multiple of LANES.
 template <class T>
 inline void store_scaled(T* to, const float* from, float factor, int64_t n) {
@@ -85,6 +96,38 @@ inline float sum(Vec v) {
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
   return lanes[0];
 }
+
+// Adds lanes WIDTH apart: those of `a` into the lanes whose number lacks the bit WIDTH, those of `b` into the others.
+template <int WIDTH>
+inline Vec fold(Vec a, Vec b) {
+#if defined(__clang__)  // has no __builtin_shuffle, but recognises one
+  Vec low, high;
+  for (int i = 0; i < LANES; i++) {
+    low[i] = i & WIDTH ? b[i - WIDTH] : a[i];
+    high[i] = i & WIDTH ? b[i] : a[i + WIDTH];
+  }
+  return low + high;
+#else
+  VecInt low, high;
+  for (int i = 0; i < LANES; i++) {
+    low[i] = i & WIDTH ? LANES + i - WIDTH : i;
+    high[i] = low[i] + WIDTH;
+  }
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+#endif
+}
+
+template <int WIDTH>
+inline Vec folded(const Vec* v) {
+  if constexpr (WIDTH == LANES) {
+    return *v;
+  } else {
+    return fold<WIDTH>(folded<2 * WIDTH>(v), folded<2 * WIDTH>(v + WIDTH));
+  }
+}
+
+// Lane i: sum(v[i]), to the same bit.
+inline Vec sums_of(const Vec* v) { return folded<1>(v); }
 
 inline float largest(Vec v) {
   float lanes[LANES];

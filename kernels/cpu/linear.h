@@ -1,0 +1,221 @@
+// Linear layers: x W^T + bias, W row-major as checkpoints store it, bfloat16 widened in registers on the way.
+//
+// Lanes run along the depth, for every number of rows of x: lane i adds up columns of its own, one after the other, and
+// the lanes are added in a tree at the end. So W needs no transposing and no repacking, and a row's result depends on
+// neither the rows beside it nor the thread. x is packed instead: it is small, and each item of work reuses its own.
+#pragma once
+
+#include "ops.h"
+#include "parallel.h"
+#include "vec.h"
+
+namespace {
+
+constexpr int STEP = 2 * LANES;     // columns of one step: 32 bits of bfloat16 in each lane
+constexpr int TILE = 5;             // most rows of x whose sums share the registers
+constexpr int WEIGHT_BLOCK = 24;    // rows of W that stay in the nearest caches while tile after tile passes
+constexpr int FEW_ROWS_BLOCK = 8;   // the same for at most two tiles, when memory is what they wait for
+constexpr int X_BLOCK = 10 * TILE;  // most rows of x that one item packs
+constexpr int64_t MAX_DEPTH = 32768;             // library.py sends larger ones to the reference
+constexpr int64_t PACKED_FLOATS = 1 << 16;       // an item's x, for half of a small second-level cache
+constexpr int64_t DEPTH_BLOCK = 48 * STEP;       // columns of a tile that the first-level cache holds
+constexpr int64_t WEIGHT_CHUNK_BYTES = 2 << 20;  // of W for one item
+constexpr int ITEMS_PER_THREAD = 6;
+
+#if defined(__x86_64__)
+#define KEEP_IN_REGISTER(vec) asm("" : "+v"(vec))  // else each use loads it again, and loads are the bottleneck
+#else
+#define KEEP_IN_REGISTER(vec)
+#endif
+
+// Rows of W that one tile multiplies at once: the sums, the rows and one vector of x fill the registers.
+constexpr int group_of(int tile) {
+  constexpr int GROUPS[TILE] = {8, 4, 3, 2, 2};
+  return LANES == 16 && tile > 1 ? 2 * GROUPS[tile - 1] : GROUPS[tile - 1];
+}
+
+inline VecUint load_pairs(const bf16* p) {
+  VecUint pairs;
+  __builtin_memcpy(&pairs, p, sizeof pairs);
+  return pairs;
+}
+
+// A step's two vectors. Of bfloat16: the even columns, then the odd ones, so that no lane has to move.
+inline Vec load_half(const bf16* p, bool second) {
+  return second ? (Vec)(load_pairs(p) & 0xffff0000) : (Vec)(load_pairs(p) << 16);
+}
+inline Vec load_half(const float* p, bool second) { return load(p + (second ? LANES : 0)); }
+
+// Up to STEP columns of x, zeros after them, in the order of load_half(const W*, ...).
+template <class W, class X>
+inline void pack_step(const X* from, int64_t columns, float* first, float* second) {
+  float wide[STEP] = {};
+  if (columns >= STEP) {
+    store(wide, load(from));
+    store(wide + LANES, load(from + LANES));
+  } else {
+    for (int64_t i = 0; i < columns; i += LANES) store(wide + i, load_first(from + i, min(LANES, columns - i)));
+  }
+  constexpr bool INTERLEAVED = sizeof(W) == sizeof(bf16);
+  for (int i = 0; i < LANES; i++) {
+    first[i] = wide[INTERLEAVED ? 2 * i : i];
+    second[i] = wide[INTERLEAVED ? 2 * i + 1 : LANES + i];
+  }
+}
+
+// Rows of W, and those that will be wanted next (prefetched from `ahead` on, `ahead_step` elements for each step).
+template <class W>
+struct WeightRows {
+  const W* data;
+  int64_t stride, rows;
+  const W* ahead;
+  int64_t ahead_step;
+};
+
+// sums[c * WEIGHT_BLOCK + r] = lanes of x row c times W row r, for C rows of x and R of W; `add` to what was there.
+template <class W, int C, int R>
+inline void multiply_group(const float* x, const W* w, int64_t stride, const W* ahead, int64_t ahead_step,
+                           int64_t steps, bool add, Vec* sums) {
+  Vec acc[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = add ? sums[c * WEIGHT_BLOCK + r] : Vec{};
+  for (int64_t s = 0; s < steps; s++) {
+    for (int half = 0; half < 2; half++) {
+      Vec row[R];
+      for (int r = 0; r < R; r++) {
+        row[r] = load_half(w + r * stride, half != 0);
+        KEEP_IN_REGISTER(row[r]);
+        if (half == 0) __builtin_prefetch(ahead + r * stride);
+      }
+      for (int c = 0; c < C; c++) {
+        Vec column = load(x + c * LANES);
+        KEEP_IN_REGISTER(column);
+        for (int r = 0; r < R; r++) acc[r][c] += row[r] * column;
+      }
+      x += C * LANES;
+    }
+    w += STEP;
+    ahead += ahead_step;
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) sums[c * WEIGHT_BLOCK + r] = acc[r][c];
+}
+
+// One group over `columns` columns; those past the last whole step go through zero-padded copies.
+template <class W, int C, int R>
+inline void multiply_columns(const float* x, const WeightRows<W>& w, int64_t row, int64_t columns, bool add,
+                             Vec* sums) {
+  const int64_t steps = columns / STEP, rest = columns % STEP;
+  const W* from = w.data + row * w.stride;
+  multiply_group<W, C, R>(x, from, w.stride, w.ahead + row * w.stride, w.ahead_step, steps, add, sums);
+  if (rest == 0) return;
+  W padded[R][STEP] = {};
+  for (int r = 0; r < R; r++) __builtin_memcpy(padded[r], from + r * w.stride + steps * STEP, rest * sizeof(W));
+  multiply_group<W, C, R>(x + steps * STEP * C, padded[0], STEP, padded[0], 0, 1, add || steps > 0, sums);
+}
+
+template <class W, int C>
+void multiply_tile_rows(const float* x, const WeightRows<W>& w, int64_t columns, bool add, Vec* sums) {
+  constexpr int R = group_of(C);
+  int64_t row = 0;
+  for (; row + R <= w.rows; row += R) multiply_columns<W, C, R>(x, w, row, columns, add, sums + row);
+  for (; row < w.rows; row++) multiply_columns<W, C, 1>(x, w, row, columns, add, sums + row);
+}
+
+template <class W>
+constexpr decltype(&multiply_tile_rows<W, 1>) MULTIPLY_BY_TILE[TILE] = {
+    multiply_tile_rows<W, 1>, multiply_tile_rows<W, 2>, multiply_tile_rows<W, 3>, multiply_tile_rows<W, 4>,
+    multiply_tile_rows<W, 5>};
+
+// Up to X_BLOCK rows of x, packed, against any rows of W.
+template <class X, class W>
+struct LinearBlock {
+  int64_t rows, depth, padded_depth, tiles;
+  alignas(64) Vec sums[X_BLOCK * WEIGHT_BLOCK + LANES];  // a row is read in whole vectors
+  alignas(64) float packed[TILE * MAX_DEPTH];  // tile after tile: [steps, 2, rows of the tile, LANES]
+
+  LinearBlock(const X* x, int64_t stride, int64_t count, int64_t columns)
+      : rows(count), depth(columns), padded_depth(round_up(columns, STEP)), tiles(ceil_div(count, TILE)) {
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t first = tile_begin(t), width = tile_begin(t + 1) - first;
+      for (int64_t c = 0; c < width; c++)
+        for (int64_t k = 0; k < depth; k += STEP) {
+          float* to = packed + first * padded_depth + k * width + c * LANES;
+          pack_step<W>(x + (first + c) * stride + k, depth - k, to, to + width * LANES);
+        }
+    }
+  }
+
+  // Most rows that fit `packed` and still leave room in a cache.
+  static int64_t max_rows(int64_t depth) {
+    return max(TILE, min(X_BLOCK, PACKED_FLOATS / round_up(depth, STEP) / TILE * TILE));
+  }
+
+  int64_t tile_begin(int64_t t) const { return rows * t / tiles; }
+
+  // out[i, j] = x row i times W row j, for at most WEIGHT_BLOCK rows of W.
+  void multiply(const W* w, int64_t stride, int64_t weight_rows, int64_t next, const X* bias, X* out,
+                int64_t out_stride) {
+    for (int64_t k = 0; k < depth; k += DEPTH_BLOCK) {
+      const int64_t columns = min(DEPTH_BLOCK, depth - k);
+      for (int64_t t = 0; t < tiles; t++) {
+        const int64_t first = tile_begin(t), width = tile_begin(t + 1) - first;
+        const W* ahead = w + k + next * stride + columns * t / tiles;
+        const WeightRows<W> block{w + k, stride, weight_rows, ahead, STEP / tiles};
+        MULTIPLY_BY_TILE<W>[width - 1](packed + first * padded_depth + k * width, block, columns, k > 0,
+                                       sums + first * WEIGHT_BLOCK);
+      }
+    }
+    for (int64_t i = 0; i < rows; i++) finish_row(sums + i * WEIGHT_BLOCK, weight_rows, bias, out + i * out_stride);
+  }
+
+  static void finish_row(const Vec* lanes, int64_t columns, const X* bias, X* out) {
+    for (int64_t j = 0; j < columns; j += LANES) {
+      const int64_t n = min(LANES, columns - j);
+      Vec totals = sums_of(lanes + j);
+      if (bias != nullptr) totals += load_some(bias + j, n);
+      store_some(out + j, totals, n);
+    }
+  }
+
+  // All rows of one weight matrix that fall into output columns [begin, end); its own columns start at `offset`.
+  void multiply_matrix(const Matrix& matrix, int64_t offset, int64_t begin, int64_t end, const X* bias, X* out,
+                       int64_t out_stride) {
+    const int64_t block = tiles <= 2 ? FEW_ROWS_BLOCK : WEIGHT_BLOCK;
+    const int64_t last = min(end, offset + matrix.rows);
+    for (int64_t n = max(begin, offset); n < last; n += block)
+      multiply(static_cast<const W*>(matrix.data) + (n - offset) * matrix.row_stride, matrix.row_stride,
+               min(block, last - n), block, bias == nullptr ? nullptr : bias + n, out + n, out_stride);
+  }
+};
+
+template <class X, class W>
+void multiply_all(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias, void* out,
+                  int threads) {
+  int64_t columns = 0;
+  for (int64_t i = 0; i < weights.count; i++) columns += weights.matrices[i].rows;
+  const int64_t blocks = ceil_div(rows, LinearBlock<X, W>::max_rows(weights.depth));
+  if (blocks == 0 || columns == 0) return;
+  const int64_t even_share = ceil_div(columns * blocks, threads * ITEMS_PER_THREAD);
+  const int64_t resident = WEIGHT_CHUNK_BYTES / max(1, weights.depth * static_cast<int64_t>(sizeof(W)));
+  const int64_t chunk = round_up(max(1, min(even_share, resident)), WEIGHT_BLOCK);
+  parallel_for(ceil_div(columns, chunk) * blocks, threads, [&](int64_t item) {
+    const int64_t b = item % blocks, begin = item / blocks * chunk, end = min(columns, begin + chunk);
+    const int64_t first = rows * b / blocks, count = rows * (b + 1) / blocks - first;
+    LinearBlock<X, W> block(static_cast<const X*>(x) + first * x_stride, x_stride, count, weights.depth);
+    int64_t offset = 0;
+    for (int64_t i = 0; i < weights.count; offset += weights.matrices[i++].rows)
+      block.multiply_matrix(weights.matrices[i], offset, begin, end, static_cast<const X*>(bias),
+                            static_cast<X*>(out) + first * columns, columns);
+  });
+}
+
+template <class X>
+int64_t linear(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias, void* out,
+                  int threads) {
+  const auto run = weights.dtype == BFLOAT16 ? multiply_all<X, bf16> : multiply_all<X, float>;
+  run(x, x_stride, rows, weights, bias, out, threads);
+  return OK;
+}
+
+}  // namespace

@@ -1,0 +1,53 @@
+"""CPU implementation of kernels/linear.py: linear.h."""
+
+from __future__ import annotations
+
+import functools
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kernels.cpu.library import MAX_DEPTH, Weights, dtype_code, library, weights_of
+from kernels.dispatch import CPU_DTYPES
+from kernels.linear import LinearWeights
+from kernels.reference import linear as reference
+
+# Up to here reading the weights costs more than any arithmetic, also without the matrix units that torch would use.
+_MEMORY_BOUND_ROWS = 8
+
+_described: WeakKeyDictionary[LinearWeights, Weights] = WeakKeyDictionary()
+
+
+def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
+    """Fills out [M, N]."""
+    if weights.dtype not in CPU_DTYPES or weights.columns > MAX_DEPTH or _torch_is_faster(x, weights):
+        return reference.linear(x, weights, out)
+    library().linear(
+        dtype_code(x),
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[0],
+        _description(weights),
+        None if weights.bias is None else weights.bias.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+
+
+def _description(weights: LinearWeights) -> Weights:
+    """Made once for each object: it would take longer than a small product."""
+    found = _described.get(weights)
+    if found is None:
+        found = _described[weights] = weights_of(weights.parts)
+    return found
+
+
+def _torch_is_faster(x: torch.Tensor, weights: LinearWeights) -> bool:
+    both_bfloat16 = x.dtype == weights.dtype == torch.bfloat16
+    return both_bfloat16 and x.shape[0] > _MEMORY_BOUND_ROWS and _has_bfloat16_units()
+
+
+@functools.cache
+def _has_bfloat16_units() -> bool:
+    """Whether the processor multiplies bfloat16 (AVX512-BF16, AMX), which torch makes use of and our C++ does not."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
