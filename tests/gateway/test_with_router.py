@@ -20,7 +20,8 @@ from router.client import RouterClient
 from router.server import Router
 from router.settings import RouterSettings
 from tests.gateway.test_disconnect import LIMIT_S, RawClient
-from tests.support.cluster import Cluster, assert_idle, running_cluster, until
+from tests.support.cluster import Cluster, assert_idle, running_cluster
+from tests.support.polling import until
 
 
 @pytest.fixture
