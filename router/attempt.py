@@ -156,7 +156,8 @@ class Attempt:
     def _release_lease(self) -> None:
         prefill = self.placement.prefill
         if prefill is not None and self._prefilled is not None:
-            self._tell(prefill.release_lease(self._prefilled.handoff.lease_id), "release lease of")
+            lease_id, epoch = self._prefilled.handoff.lease_id, self._prefilled.epoch
+            self._tell(prefill.release_lease(lease_id, epoch), "release lease of")
 
     async def _abort(self, starting: asyncio.Task[pods_pb2.StartDecodeResponse]) -> None:
         await _outcome(starting)
@@ -165,13 +166,13 @@ class Attempt:
     async def _give_back_credit(self, reserving: asyncio.Task[pods_pb2.Credit]) -> None:
         credit = await _outcome(reserving)
         if credit is not None:
-            await self.placement.decode.release_credit(credit.credit_id)
+            await self.placement.decode.release_credit(credit)
 
     async def _give_back_prefill(self, prefilling: asyncio.Task[pods_pb2.PrefillResponse]) -> None:
         """A pod names a lease after its sequence, so one that was granted just before the cancellation is found."""
-        await _outcome(prefilling)
-        assert self.placement.prefill is not None, "there was a prefill call"
-        await self.placement.prefill.release_lease(self.sequence_id)
+        response, prefill = await _outcome(prefilling), self.placement.prefill
+        assert prefill is not None, "there was a prefill call"
+        await prefill.release_lease(self.sequence_id, prefill.pod.epoch if response is None else response.epoch)
 
 
 async def _outcome(task: asyncio.Task[Result]) -> Result | None:

@@ -68,10 +68,14 @@ class PodClient:
         self.pod = pod
         self.calls: set[PodCall[Any]] = set()
         self._clock = clock
+        self._closed = False
         self._failed_at: float | None = None  # it did not answer then, and has not been heard of since
         self._channel = channel(pod.address)
 
     def call(self, method: Any, request: Any, timeout_s: float | None = CALL_S) -> PodCall[Any]:
+        """Raises PodUnavailable once closed."""
+        if self._closed:
+            raise PodUnavailable(f"pod {self.pod.pod_id} is gone", pod_id=self.pod.pod_id)
         call: PodCall[Any] = PodCall(self, method(request, timeout=timeout_s))
         self.calls.add(call)
         return call
@@ -99,6 +103,7 @@ class PodClient:
         return self._failed_at is None
 
     async def close(self) -> None:
+        self._closed = True
         self.lose("the connection was closed")
         await self._channel.close()
 
@@ -112,8 +117,8 @@ class PrefillClient(PodClient):
         """Takes as long as the prompt needs. Cancelling it frees everything on the pod."""
         return self.call(self._stub.Prefill, request, timeout_s=None)
 
-    async def release_lease(self, lease_id: str) -> None:
-        request = pods_pb2.ReleaseLeaseRequest(lease_id=lease_id, epoch=self.pod.epoch)
+    async def release_lease(self, lease_id: str, epoch: str) -> None:
+        request = pods_pb2.ReleaseLeaseRequest(lease_id=lease_id, epoch=epoch)
         await self.call(self._stub.ReleaseLease, request).result()
 
 
@@ -142,8 +147,8 @@ class DecodeClient(PodClient):
     def start(self, request: pods_pb2.StartDecodeRequest) -> PodCall[pods_pb2.StartDecodeResponse]:
         return self.call(self._stub.StartDecode, request)
 
-    async def release_credit(self, credit_id: str) -> None:
-        request = pods_pb2.ReleaseCreditRequest(credit_id=credit_id, epoch=self.pod.epoch)
+    async def release_credit(self, credit: pods_pb2.Credit) -> None:
+        request = pods_pb2.ReleaseCreditRequest(credit_id=credit.credit_id, epoch=credit.epoch)
         await self.call(self._stub.ReleaseCredit, request).result()
 
     async def abort(self, sequence_id: str) -> None:

@@ -88,6 +88,7 @@ class RegistryWatcher:
         self._last_good = clock()
         self._reachable = True
         self._task: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
         self._client = redis.asyncio.from_url(
             url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=Retry(NoBackoff(), 0)
         )
@@ -98,15 +99,20 @@ class RegistryWatcher:
         self._task = asyncio.create_task(self._run(), name="registry watcher")
 
     async def close(self) -> None:
+        self._stopping.set()  # no cancellation: the Redis client now and then swallows one
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await self._task
         await self._client.aclose()
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
+        while not await self._stops_within(POLL_S):
             await self._poll()
+
+    async def _stops_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        return self._stopping.is_set()
 
     async def _poll(self) -> None:
         try:

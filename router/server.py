@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
@@ -61,6 +60,11 @@ class RequestTable:
     def abort(self, request_id: str) -> bool:
         entry = self._live.get(request_id)
         return entry is not None and entry[1].cancel()
+
+    async def ended(self) -> None:
+        """Returns when no request is left."""
+        while self._live:
+            await asyncio.wait([task for _, task in self.live()])
 
     def timeline(self, request_id: str) -> inference_pb2.Ledger | None:
         """Of a request that has ended; the most recent one for ""."""
@@ -179,6 +183,7 @@ class Router:
             self._health.cancel()
             await asyncio.wait([self._health])
         await self._server.stop(self._settings.stop_grace_s)
+        await self.requests.ended()
         await self.cluster.close()
         await self._metrics_server.stop()
 
@@ -189,5 +194,4 @@ class Router:
         while True:
             await self._pods_changed.wait()
             self._pods_changed.clear()
-            with contextlib.suppress(grpc.aio.UsageError):
-                await self._server.set_serving(self.cluster.is_serving)
+            await self._server.set_serving(self.cluster.is_serving)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from pod.pod import Pod
-from proto import common_pb2, inference_pb2
+from proto import common_pb2, inference_pb2, inference_pb2_grpc
 from proto.errors import Cancelled, DeadlineExceeded, Overloaded, PodUnavailable
+from proto.service import CHANNEL_OPTIONS
 from router.attempt import Attempt
 from router.lifecycle import Event, State
 from router.request import Request
@@ -167,7 +171,7 @@ async def test_an_expired_lease_is_recomputed(
         async def start(self: Attempt) -> None:
             if not lost and self.placement.prefill is not None:
                 lost.append(self.sequence_id)
-                await self.placement.prefill.release_lease(self.sequence_id)
+                await self.placement.prefill.release_lease(self.sequence_id, self.placement.prefill.pod.epoch)
                 await stack.generate(tokens_request(prompt_of(120, seed=9), max_tokens=1))
             await original(self)
 
@@ -209,16 +213,18 @@ async def test_cancelled_while_queued(registry_url: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
-async def test_a_client_disconnects(registry_url: str, tmp_path: Path, prefill: int) -> None:
+async def test_a_client_disconnects(
+    registry_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, prefill: int
+) -> None:
     async with running_stack(registry_url, tmp_path, prefill=prefill, pod=SLOW_STEPS) as stack:
         async with aclosing(stack.client.generate(long_running(100, 500))) as answer:
             async for response in answer:
-                if not response.tokens:
-                    break
+                assert response.tokens
                 break
         await stack.until_rest()
         await stack.pods.assert_idle()
         assert stack.router.requests.states() == []
+        assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -308,6 +314,19 @@ async def test_too_many_waiters_are_refused_at_once(registry_url: str, tmp_path:
         await stack.pods.start("decode")
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [isinstance(r, Overloaded) for r in results] == [False, True, False], "the last in order had to go"
+
+
+async def test_a_silent_call_outlives_its_keepalive_pings(registry_url: str, tmp_path: Path) -> None:
+    """A server that takes pings for abuse would end this call after the third one."""
+    options = [*CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", 1100)]
+    async with (
+        running_stack(registry_url, tmp_path, prefill=0, decode=0, queue_wait_s=4.5) as stack,
+        grpc.aio.insecure_channel(stack.router.address, options=options) as to_router,
+    ):
+        call = inference_pb2_grpc.InferenceStub(to_router).Generate(long_running(10, 10))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_requests_wait_for_the_first_pod(registry_url: str, tmp_path: Path) -> None:

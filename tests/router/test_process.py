@@ -1,0 +1,191 @@
+"""The router as a process: what it imports, prints, refuses; and pods as processes that are killed and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from proto.settings import ConfigError
+from router.client import RouterClient
+from router.model import ModelError, load_model
+from router.settings import RouterSettings
+from router.snapshot import DECODE
+from tests.router.support import Outcome, Stack, long_running, running_router, until
+from tests.router.test_end_to_end import assert_right
+from tests.support.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+START_S = 30.0
+
+
+def test_importing_the_router_imports_no_torch() -> None:
+    modules = sorted(f"router.{file.stem}" for file in (ROOT / "router").glob("*.py") if not file.stem.startswith("__"))
+    code = (
+        f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers', 'engine') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "fake", "--port", "70000"], "setting 'port' = '70000'"),
+        ([], "setting 'model'"),
+        (["--model", "fake", "--cluster", "a:*"], "setting 'cluster'"),
+        (["--model", "/nonexistent"], "cannot read /nonexistent/config.json"),
+    ],
+)
+def test_a_bad_setting_is_one_line(flags: list[str], message: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "router", *flags], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_settings_come_from_flags() -> None:
+    settings = RouterSettings.load(["--model", "fake", "--queue-wait-s", "2"])
+    assert (settings.port, settings.queue_wait_s) == (50051, 2.0)
+    with pytest.raises(ConfigError, match="queue_wait_s"):
+        RouterSettings.load(["--model", "fake", "--queue-wait-s", "-1"])
+
+
+def test_model_directories(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 64, "eos_token_id": 2}')
+    model = load_model(str(tmp_path), "")
+    assert (model.name, model.model_id, model.eos_token_ids) == (tmp_path.name, tmp_path.name, frozenset({2}))
+    (tmp_path / "source.json").write_text('{"model_id": "smol"}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6, "top_k": null}')
+    model = load_model(str(tmp_path), "nice")
+    assert (model.name, model.model_id, model.eos_token_ids) == ("nice", "smol", frozenset({2, 3}))
+    assert model.sampling_defaults == {"temperature": 0.6}
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    with pytest.raises(ModelError, match="max_position_embeddings"):
+        load_model(str(tmp_path), "")
+
+
+class Process:
+    """A child with a READY line."""
+
+    def __init__(self, process: asyncio.subprocess.Process, ready: dict[str, str]) -> None:
+        self.process = process
+        self.ready = ready
+
+    @classmethod
+    async def start(cls, module: str, **flags: object) -> Process:
+        arguments = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, *arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert process.stdout is not None
+        async with asyncio.timeout(START_S):
+            line = (await process.stdout.readline()).decode().split()
+        assert line[:1] == ["READY"], line
+        return cls(process, dict(part.split("=", 1) for part in line[1:] if "=" in part))
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    async def end(self) -> None:
+        """However it is now: nothing is left of it."""
+        if self.process.returncode is None:
+            self.send(signal.SIGCONT)
+            self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def pod_processes(registry_url: str, runtime_dir: Path) -> AsyncIterator[tuple[Stack, list[Process]]]:
+    """A prefill pod and two decode pods as processes, a router in this one. Pods are slow: 5 ms a step."""
+    pods = Cluster(registry_url, runtime_dir)
+    flags = {
+        "model": "fake",
+        "cluster": pods.name,
+        "registry_url": registry_url,
+        "runtime_dir": runtime_dir,
+        "num_blocks": 64,
+        "heartbeat_interval_s": 0.2,
+        "fake_step_s": 0.005,
+    }
+    started: list[Process] = []
+    try:
+        modules = ["prefill_service", "decode_service", "decode_service"]
+        started += await asyncio.gather(*(Process.start(module, **flags) for module in modules))
+        async with running_router(pods) as stack:
+            await stack.until_pods(3)
+            yield stack, started
+    finally:
+        await asyncio.gather(*(process.end() for process in started))
+
+
+def decoding(stack: Stack, processes: list[Process]) -> Process:
+    ((request, _),) = stack.router.requests.live()
+    name = request.ledger().attempts[-1].decode_pod
+    return next(process for process in processes if process.ready["pod_id"] == name)
+
+
+async def generate_with_fault(stack: Stack, processes: list[Process], fault: signal.Signals) -> tuple[Outcome, Process]:
+    """Sends `fault` to the decode pod after ten tokens, and checks the answer."""
+    request, outcome, victim = long_running(40, 60), Outcome(), None
+    async for response in stack.client.generate(request):
+        outcome.responses.append(response)
+        if victim is None and len(outcome.token_ids) >= 10:
+            victim = decoding(stack, processes)
+            victim.send(fault)
+    assert victim is not None
+    assert_right(outcome, request)
+    assert [bool(a.failure) for a in outcome.ledger.attempts] == [True, False]
+    return outcome, victim
+
+
+async def test_a_killed_decode_process_is_not_noticed_by_the_client(registry_url: str, runtime_dir: Path) -> None:
+    async with pod_processes(registry_url, runtime_dir) as (stack, processes):
+        _, victim = await generate_with_fault(stack, processes, signal.SIGKILL)
+        await victim.process.wait()
+        again = long_running(30, 5)
+        assert_right(await stack.generate(again), again)
+
+
+async def test_a_stopped_decode_process_comes_back_clean(registry_url: str, runtime_dir: Path) -> None:
+    """It is given up after 2 s of silence. What it still sends when it runs on reaches nobody, and it is used again."""
+    async with pod_processes(registry_url, runtime_dir) as (stack, processes):
+        _, victim = await generate_with_fault(stack, processes, signal.SIGSTOP)
+        others = [process for process in processes[1:] if process is not victim]
+        victim.send(signal.SIGCONT)
+        for other in others:
+            other.send(signal.SIGKILL)
+        await until(stack.sees(lambda pods: victim.ready["pod_id"] in {pod.pod_id for pod in pods}))
+        request = long_running(40, 60)
+        outcome = await stack.generate(request)
+        assert_right(outcome, request)
+        assert {a.decode_pod for a in outcome.ledger.attempts if not a.failure} == {victim.ready["pod_id"]}
+        await until(stack.sees(lambda pods: [p.num_free_blocks for p in pods if p.role == DECODE] == [64]))
+
+
+async def test_a_router_process_from_ready_to_sigterm(registry_url: str, tmp_path: Path) -> None:
+    router = await Process.start("router", model="fake", port=0, registry_url=registry_url, cluster="nobody")
+    try:
+        async with RouterClient(router.ready["address"]) as client:
+            assert [model.id for model in await client.list_models()] == ["fake"]
+            assert not await client.healthy(), "it has no pods"
+        host, port = router.ready["metrics"].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        page = (await reader.read()).decode()
+        writer.close()
+        await writer.wait_closed()
+        assert "pdserve_router_ttft_seconds_bucket" in page
+        router.send(signal.SIGTERM)
+        assert await asyncio.wait_for(router.process.wait(), 10) == 0
+    finally:
+        await router.end()

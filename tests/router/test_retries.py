@@ -1,0 +1,107 @@
+"""What an error means, whom it blames, and when to stop trying."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from proto.errors import (
+    Cancelled,
+    InternalError,
+    InvalidRequest,
+    LayoutMismatch,
+    LeaseExpired,
+    NotFound,
+    Overloaded,
+    PdserveError,
+    PeerLost,
+    PodUnavailable,
+)
+from router.failures import Leg, Verdict, judge
+from router.lifecycle import State
+from router.policy import RoutingDecision
+from router.retries import MAX_BUGS, MAX_FAILURES, Retries
+from tests.router.test_policy import decode, prefill
+
+DECISION = RoutingDecision(
+    prefill_pod=prefill("p"), decode_pod=decode("d"), reason="", predicted_prefill_s=0, predicted_cached_tokens=0
+)
+P, D = ("p", "e1"), ("d", "e1")
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "verdict"),
+    [
+        (State.RESERVING, PodUnavailable("x"), Verdict(True, avoid=Leg.DECODE)),
+        (State.PREFILLING, PodUnavailable("x"), Verdict(True, avoid=Leg.PREFILL)),
+        (State.HANDING_OFF, PodUnavailable("x"), Verdict(True, avoid=Leg.DECODE)),
+        (State.TRANSFERRING, PodUnavailable("x"), Verdict(True, avoid=Leg.DECODE)),
+        (State.DECODING, InternalError("x"), Verdict(True, avoid=Leg.DECODE)),
+        (State.TRANSFERRING, PeerLost("x"), Verdict(True, avoid=Leg.PREFILL)),
+        (State.TRANSFERRING, LayoutMismatch("x"), Verdict(True, avoid=Leg.PREFILL)),
+        (State.TRANSFERRING, LeaseExpired("x"), Verdict(True)),
+        (State.HANDING_OFF, LeaseExpired("x"), Verdict(True)),
+        (State.HANDING_OFF, NotFound("x"), Verdict(True)),
+        (State.DECODING, Cancelled("x"), Verdict(True)),
+        (State.RESERVING, Overloaded("x"), Verdict(True, busy=Leg.DECODE)),
+        (State.PREFILLING, Overloaded("x"), Verdict(True, busy=Leg.PREFILL)),
+        (State.PREFILLING, InvalidRequest("x"), Verdict(False)),
+        (State.QUEUED, Overloaded("x"), Verdict(False)),
+    ],
+)
+def test_verdicts(state: State, error: PdserveError, verdict: Verdict) -> None:
+    assert judge(state, error) == verdict
+
+
+def test_failures_are_bounded() -> None:
+    retries = Retries(5.0, None)
+    results = [retries.should_retry(State.DECODING, PodUnavailable("x"), DECISION, 0.0) for _ in range(MAX_FAILURES)]
+    assert results == [True] * (MAX_FAILURES - 1) + [False]
+    assert retries.avoid == {D}
+
+
+def test_a_request_that_breaks_engines_does_not_visit_them_all() -> None:
+    retries = Retries(5.0, None)
+    results = [retries.should_retry(State.PREFILLING, InternalError("x"), DECISION, 0.0) for _ in range(MAX_BUGS)]
+    assert results == [True] * (MAX_BUGS - 1) + [False]
+    assert retries.avoid == {P}
+
+
+def test_a_full_pod_is_left_alone_for_a_moment_and_not_counted() -> None:
+    retries = Retries(5.0, None)
+    for _ in range(3 * MAX_FAILURES):
+        assert retries.should_retry(State.RESERVING, Overloaded("x"), DECISION, 10.0)
+    assert retries.busy(10.1) == {D}
+    assert retries.busy(10.3) == frozenset()
+    assert retries.avoid == frozenset()
+
+
+def test_decode_only_has_no_prefill_pod_to_blame() -> None:
+    retries = Retries(5.0, None)
+    alone = replace(DECISION, prefill_pod=None)
+    assert retries.should_retry(State.DECODING, PeerLost("x"), alone, 0.0)
+    assert retries.avoid == frozenset()
+
+
+def test_waiting_is_bounded_in_all_until_something_was_computed() -> None:
+    retries = Retries(5.0, None)
+    assert retries.wait_s(100.0) == 5.0
+    assert retries.wait_s(103.0) == 2.0
+    assert retries.wait_s(110.0) == 0.0
+    retries.progressed()
+    assert retries.wait_s(110.0) == 5.0
+
+
+def test_a_deadline_is_waited_for() -> None:
+    retries = Retries(5.0, deadline=160.0)
+    assert retries.wait_s(100.0) == pytest.approx(59.95), "a little less, so that the client hears why"
+
+
+def test_a_replay_that_finds_no_pod_fails_for_what_happened_before() -> None:
+    retries, refusal = Retries(5.0, None), Overloaded("waited 5 s")
+    assert retries.explain(refusal) is refusal
+    retries.should_retry(State.DECODING, PodUnavailable("d died", pod_id="d"), DECISION, 0.0)
+    explained = retries.explain(refusal)
+    assert isinstance(explained, PodUnavailable)
+    assert (explained.message, explained.pod_id) == ("d died; to go on elsewhere: waited 5 s", "d")
