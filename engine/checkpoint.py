@@ -107,11 +107,15 @@ def resolve_dtype(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def estimate_memory_bytes(model_dir: Path, dtype: str) -> int:
-    """Memory of one pod without its KV cache: weights as `dtype`, rotary tables and the process itself."""
+    """Memory of one pod without its KV cache: weights, rotary tables and the process itself.
+
+    Weights that the file has in bfloat16 stay so whatever `dtype` is, and are the same memory in all pods of a host.
+    """
     config = read_config(model_dir)
-    num_weights = sum(e.num_elements for shard in shard_files(model_dir) for e in read_header(shard).values())
+    entries = [entry for shard in shard_files(model_dir) for entry in read_header(shard).values()]
+    weight_bytes = sum(e.num_elements * (2 if e.dtype == "BF16" else DTYPES[dtype]) for e in entries)
     rotary_bytes = 4 * config.max_model_len * config.head_dim
-    return num_weights * DTYPES[dtype] + rotary_bytes + PROCESS_BYTES
+    return weight_bytes + rotary_bytes + PROCESS_BYTES
 
 
 def kv_bytes_per_token(config: LlamaConfig, dtype: str) -> int:

@@ -15,6 +15,7 @@ from engine.model_config import LlamaConfig, read_config
 from engine.rotary import RotaryTable, rotary_table
 from engine.weights import LayerWeights, LlamaWeights, load_weights
 from kernels.kv_write import kv_write
+from kernels.linear import linear
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import fused_add_rms_norm
@@ -70,27 +71,27 @@ class Llama:
     def forward(self, batch: FlatBatch, kv: torch.Tensor) -> torch.Tensor:
         """Writes the tokens' KV into kv [N, L, 2, Hkv, block_size, D]; returns float32 logits [R, V]."""
         eps = self._config.rms_norm_eps
-        residual = torch.nn.functional.embedding(batch.token_ids, self._weights.embedding)
+        residual = torch.nn.functional.embedding(batch.token_ids, self._weights.embedding).to(self._weights.dtype)
         delta = torch.zeros_like(residual)
         for index, layer in enumerate(self._weights.layers):
             normed, residual = fused_add_rms_norm(delta, residual, layer.input_norm, eps)
             delta = self._attention(layer, normed, batch, kv[:, index, 0], kv[:, index, 1])
             normed, residual = fused_add_rms_norm(delta, residual, layer.post_attention_norm, eps)
-            delta = layer.down(silu_mul(layer.gate_up(normed)))
+            delta = linear(silu_mul(linear(normed, layer.gate_up)), layer.down)
         rows = batch.sample_rows
         normed, _ = fused_add_rms_norm(delta[rows], residual[rows], self._weights.final_norm, eps)
-        return self._weights.head(normed).float()
+        return linear(normed, self._weights.head).float()
 
     def _attention(
         self, layer: LayerWeights, x: torch.Tensor, batch: FlatBatch, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
         """x: [T, H]; k_cache, v_cache: [N, Hkv, block_size, D]. Returns [T, H]."""
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
-        heads = layer.qkv(x).view(x.shape[0], num_heads + 2 * num_kv_heads, self._config.head_dim)
+        heads = linear(x, layer.qkv).view(x.shape[0], num_heads + 2 * num_kv_heads, self._config.head_dim)
         q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         q, k = rope(q, k, batch.positions, self._rotary.cos, self._rotary.sin)
         kv_write(k, v, k_cache, v_cache, batch.slot_mapping)
-        return layer.output(self._paged(q, batch, k_cache, v_cache).flatten(1))
+        return linear(self._paged(q, batch, k_cache, v_cache).flatten(1), layer.output)
 
     def _paged(self, q: torch.Tensor, batch: FlatBatch, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         """q: [T, Hq, D], decode tokens first. Returns the same shape."""

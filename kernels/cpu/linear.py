@@ -20,7 +20,7 @@ _described: WeakKeyDictionary[LinearWeights, Weights] = WeakKeyDictionary()
 
 def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
     """Fills out [M, N]."""
-    if weights.dtype not in CPU_DTYPES or weights.columns > MAX_DEPTH or _torch_is_faster(x, weights):
+    if weights.dtype not in CPU_DTYPES or not 0 < weights.columns <= MAX_DEPTH or _torch_is_faster(x, weights):
         return reference.linear(x, weights, out)
     library().linear(
         dtype_code(x),

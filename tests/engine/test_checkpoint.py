@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import checkpoint
 from engine.checkpoint import (
@@ -427,10 +428,19 @@ def test_dtype_errors(tmp_path: Path) -> None:
         resolve_dtype("int8")
 
 
-def test_memory_estimate_counts_every_weight(tiny_dir: Path) -> None:
-    in_float32, in_bfloat16 = (estimate_memory_bytes(tiny_dir, dtype) for dtype in ("float32", "bfloat16"))
-    num_weights = sum(entry.num_elements for entry in read_header(tiny_dir / "model.safetensors").values())
+def test_memory_estimate_counts_every_weight(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    in_float32, in_bfloat16 = (estimate_memory_bytes(tmp_path, dtype) for dtype in ("float32", "bfloat16"))
+    num_weights = sum(entry.num_elements for entry in read_header(tmp_path / "model.safetensors").values())
     assert in_float32 - in_bfloat16 == 2 * num_weights
+
+
+def test_memory_estimate_knows_that_bfloat16_weights_stay_so(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    rounded = estimate_memory_bytes(tmp_path, "bfloat16")
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    assert estimate_memory_bytes(tmp_path, "float32") == estimate_memory_bytes(tmp_path, "bfloat16") == rounded
 
 
 def test_describing_a_model_imports_no_torch(tiny_dir: Path) -> None:
@@ -457,8 +467,6 @@ def test_bfloat16_rounds_as_torch_does() -> None:
 
 
 def test_a_written_file_is_read_by_safetensors(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([7.5], np.float32)}
     done: list[tuple[int, int]] = []
     file = tmp_path / "x.safetensors"

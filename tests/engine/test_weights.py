@@ -1,4 +1,4 @@
-"""Weights: fused in the right order, mapped where they can be, and refused when they do not fit config.json."""
+"""Weights: joined in the right order, mapped where they can be, and refused when they do not fit config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model_config import CheckpointError, read_config
-from engine.weights import LlamaWeights, load_weights
+from engine.weights import TORCH_DTYPES, LlamaWeights, load_weights
 from tests.engine.tiny_llama import edit_config, make_checkpoint
 
 
@@ -18,12 +18,18 @@ def load(folder: Path, dtype: str = "float32") -> LlamaWeights:
     return load_weights(folder, read_config(folder), dtype)
 
 
+def convert(folder: Path, dtype: str, only: str = "") -> None:
+    """Rewrites the tensors whose names contain `only`."""
+    file = folder / "model.safetensors"
+    save_file({n: t.to(TORCH_DTYPES[dtype]) if only in n else t for n, t in load_file(file).items()}, file)
+
+
 def num_mappings(folder: Path) -> int:
     """How many times this process has files of `folder` mapped."""
     return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_fused_rows_come_in_order(tmp_path: Path) -> None:
+def test_parts_come_in_order(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, attention_bias=True, mlp_bias=True)
     tensors = load_file(tmp_path / "model.safetensors")
     layer = load(tmp_path).layers[1]
@@ -35,29 +41,46 @@ def test_fused_rows_come_in_order(tmp_path: Path) -> None:
     ):
         assert fused.bias is not None
         parts = [f"model.layers.1.{kind}.{name}_proj" for name in names]
-        assert torch.equal(fused.weight, torch.cat([tensors[f"{part}.weight"] for part in parts]))
+        assert all(torch.equal(got, tensors[f"{part}.weight"]) for got, part in zip(fused.parts, parts, strict=True))
         assert torch.equal(fused.bias, torch.cat([tensors[f"{part}.bias"] for part in parts]))
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, tie_word_embeddings=True)
     weights = load(tmp_path)
-    assert weights.head.weight.data_ptr() == weights.embedding.data_ptr()
+    assert weights.head.parts[0].data_ptr() == weights.embedding.data_ptr()
 
 
-def test_the_files_dtype_is_mapped_and_the_mappings_end_with_the_weights(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    weights = load(tmp_path)
-    assert num_mappings(tmp_path) > 0
-    del weights
+@pytest.mark.parametrize(("file_dtype", "dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16",) * 2])
+def test_the_file_is_mapped_once_and_the_mapping_ends_with_the_weights(
+    file_dtype: str, dtype: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, attention_bias=True)
+    convert(tmp_path, file_dtype)
+    weights = load(tmp_path, dtype)
+    assert num_mappings(tmp_path) == 1
+    layer = weights.layers[0]
+    assert {part.dtype for part in (weights.embedding, *layer.qkv.parts, *layer.down.parts)} == {
+        TORCH_DTYPES[file_dtype]
+    }
+    assert layer.qkv.bias is not None
+    assert layer.input_norm.dtype == layer.qkv.bias.dtype == weights.final_norm.dtype == TORCH_DTYPES[dtype]
+    del weights, layer
     assert num_mappings(tmp_path) == 0
+
+
+def test_parts_of_unlike_dtypes_become_alike(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    convert(tmp_path, "bfloat16", only="q_proj")
+    qkv = load(tmp_path).layers[0].qkv
+    assert [part.dtype for part in qkv.parts] == [torch.float32] * 3
 
 
 def test_another_dtype_is_a_copy_and_nothing_stays_mapped(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     weights = load(tmp_path, "bfloat16")
     assert num_mappings(tmp_path) == 0
-    assert weights.embedding.dtype == weights.layers[0].qkv.weight.dtype == torch.bfloat16
+    assert weights.embedding.dtype == weights.layers[0].qkv.dtype == torch.bfloat16
 
 
 def test_float16_files_load(tmp_path: Path) -> None:
