@@ -317,10 +317,10 @@ async def test_too_many_waiters_are_refused_at_once(registry_url: str, tmp_path:
 
 
 async def test_a_silent_call_outlives_its_keepalive_pings(registry_url: str, tmp_path: Path) -> None:
-    """A server that takes pings for abuse would end this call after the third one."""
-    options = [*CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", 1100)]
+    """A server that takes pings for abuse would end this call after the fourth one."""
+    options = list((dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1100}).items())
     async with (
-        running_stack(registry_url, tmp_path, prefill=0, decode=0, queue_wait_s=4.5) as stack,
+        running_stack(registry_url, tmp_path, prefill=0, decode=0, queue_wait_s=6.0) as stack,
         grpc.aio.insecure_channel(stack.router.address, options=options) as to_router,
     ):
         call = inference_pb2_grpc.InferenceStub(to_router).Generate(long_running(10, 10))
