@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from proto import common_pb2, inference_pb2
+from proto.errors import InternalError
 from router.detokenizer import Detokenizer
 from router.stop import StopMatcher
 from router.tokenizer import Tokenizer
@@ -47,7 +48,12 @@ class Answer:
     def accept(
         self, tokens: Iterable[common_pb2.TokenOutput], finish_reason: common_pb2.FinishReason.ValueType
     ) -> Chunk:
-        """Takes the tokens of one message; `finish_reason` is the pod's and belongs to the last of them."""
+        """Takes the tokens of one message; `finish_reason` is the pod's and belongs to the last of them.
+
+        Raises InternalError for a finish reason that this release does not know.
+        """
+        if finish_reason not in common_pb2.FinishReason.values():
+            raise InternalError(f"finish_reason = {finish_reason}: unknown to this router")
         incoming = tuple(tokens)
         text = ""
         for accepted, token in enumerate(incoming, start=1):

@@ -97,7 +97,7 @@ class Cluster:
     # Placing work.
 
     async def place(
-        self, owner: str, request: Callable[[], RoutingRequest], *, priority: int, wait_s: float
+        self, owner: str, request: Callable[[], RoutingRequest], *, priority: int, arrived_at: float, wait_s: float
     ) -> Placement:
         """Decides and counts the work under `owner`, now or when it is this request's turn within `wait_s`.
 
@@ -107,7 +107,9 @@ class Cluster:
         asked = request()
         is_picky = bool(asked.excluded) or asked.computes is not None
         try:
-            return await self._queue.place(tries.next, priority=priority, is_picky=is_picky, wait_s=wait_s)
+            return await self._queue.place(
+                tries.next, priority=priority, arrived_at=arrived_at, is_picky=is_picky, wait_s=wait_s
+            )
         except TimeoutError:
             raise tries.error(f"waited {wait_s:.1f} s: ") from None
         except QueueFull:

@@ -71,6 +71,7 @@ class PodClient:
         self._closed = False
         self._failed_at: float | None = None  # it did not answer then, and has not been heard of since
         self._channel = channel(pod.address)
+        self._channel.get_state(try_to_connect=True)  # so that the first request does not wait for it
 
     def call(self, method: Any, request: Any, timeout_s: float | None = CALL_S) -> PodCall[Any]:
         """Raises PodUnavailable once closed."""

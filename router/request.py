@@ -65,7 +65,7 @@ class Request:
     def __init__(
         self, services: Services, request_id: str, message: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> None:
-        now = services.clock()
+        self._arrived_at = now = services.clock()
         self.id = request_id
         self.state = State.QUEUED
         self._services = services
@@ -103,6 +103,7 @@ class Request:
             self._end(Event.CANCELLED, outcome_of(Cancelled("")))
             raise
         except Exception as error:
+            log.exception("request %s failed while %s", self.id, self.state.value)
             raise self._give_up(InternalError(f"request {self.id}: {type(error).__name__}: {error}")) from error
 
     def _give_up(self, error: PdserveError) -> PdserveError:
@@ -196,7 +197,7 @@ class Request:
         wait_s = self._retries.wait_s(clock())
         try:
             return await self._services.cluster.place(
-                self.sequence_id, routing, priority=request.priority, wait_s=wait_s
+                self.sequence_id, routing, priority=request.priority, arrived_at=self._arrived_at, wait_s=wait_s
             )
         except PdserveError as refusal:
             raise self._retries.explain(refusal) from None

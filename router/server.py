@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 MAX_TIMELINES = 1000
 
+Responses = asyncio.Queue[inference_pb2.GenerateResponse | None]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -41,16 +42,16 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._live)
 
-    def start(
-        self, request: Request, responses: asyncio.Queue[inference_pb2.GenerateResponse | None]
-    ) -> asyncio.Task[None]:
+    def start(self, request: Request, responses: Responses) -> asyncio.Task[None]:
         """Runs the request. Its responses go to the queue, and None once it has ended."""
         task = asyncio.create_task(request.run(responses.put_nowait), name=f"request {request.id}")
         self._live[request.id] = request, task
-        task.add_done_callback(lambda _: self._ended(request, responses))
+        task.add_done_callback(lambda _: self._ended(request, task, responses))
         return task
 
-    def _ended(self, request: Request, responses: asyncio.Queue[inference_pb2.GenerateResponse | None]) -> None:
+    def _ended(self, request: Request, task: asyncio.Task[None], responses: Responses) -> None:
+        if not task.cancelled():
+            task.exception()  # seen: the call that would report it may be gone
         del self._live[request.id]
         self._ledgers[request.id] = request.ledger()
         responses.put_nowait(None)
@@ -99,7 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         The request runs in a task of its own: to cancel a write that is under way would break the call's status.
         """
         served = Request(self._services, uuid.uuid4().hex, request, context.time_remaining())
-        responses: asyncio.Queue[inference_pb2.GenerateResponse | None] = asyncio.Queue()
+        responses: Responses = asyncio.Queue()
         task = self._requests.start(served, responses)
         try:
             while (response := await responses.get()) is not None:

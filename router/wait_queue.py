@@ -1,4 +1,4 @@
-"""Requests that wait for room on pods: by priority, then order of arrival; bounded.
+"""Requests that wait for room on pods: by priority, then arrival at the router; bounded.
 
 `pump` is called whenever something may have changed and gives every waiter a try, best first. It stops at the first
 that is refused, so that nobody overtakes it, unless that one is picky: a replay that may not use some pods must not
@@ -19,7 +19,7 @@ Placed = TypeVar("Placed")
 
 @dataclass(slots=True, eq=False)
 class _Waiter(Generic[Placed]):
-    key: tuple[int, int]  # priority, arrival
+    key: tuple[int, float, int]  # priority, arrival of the request, order of coming here
     attempt: Callable[[], Placed | None]  # raises to refuse for good
     is_picky: bool
     future: asyncio.Future[Placed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -35,17 +35,23 @@ class WaitQueue(Generic[Placed]):
     def __init__(self, max_waiting: int, undo: Callable[[Placed], None]) -> None:
         self._max_waiting = max_waiting
         self._undo = undo
-        self._arrivals = itertools.count()
+        self._numbers = itertools.count()
         self._waiters: list[_Waiter[Placed]] = []
 
     def __len__(self) -> int:
         return len(self._waiters)
 
     async def place(
-        self, attempt: Callable[[], Placed | None], *, priority: int, is_picky: bool, wait_s: float
+        self,
+        attempt: Callable[[], Placed | None],
+        *,
+        priority: int,
+        arrived_at: float,
+        is_picky: bool,
+        wait_s: float,
     ) -> Placed:
         """What `attempt` returns, when it is this waiter's turn. Raises TimeoutError, QueueFull, or its exception."""
-        waiter = _Waiter((priority, next(self._arrivals)), attempt, is_picky)
+        waiter = _Waiter((priority, arrived_at, next(self._numbers)), attempt, is_picky)
         bisect.insort(self._waiters, waiter, key=lambda w: w.key)
         self.pump()
         if len(self._waiters) > self._max_waiting:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from proto import common_pb2, inference_pb2
+from proto.errors import InternalError
 from router.answer import Answer, Chunk
 from router.model import load_model
 from router.tokenizer import FakeTokenizer
@@ -92,6 +93,11 @@ def test_usage_is_of_the_attempt_that_gave_the_first_token() -> None:
     greedy = answer(num_prompt=5)
     greedy.computed(99)
     assert greedy.usage().cached_tokens == 5
+
+
+def test_an_unknown_finish_reason_is_an_error_that_names_it() -> None:
+    with pytest.raises(InternalError, match="finish_reason = 9"):
+        answer().accept([common_pb2.TokenOutput(token_id=65)], 9)  # type: ignore[arg-type]  # of a later release
 
 
 def test_logprobs_are_named_without_changing_the_pods_message() -> None:

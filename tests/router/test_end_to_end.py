@@ -16,6 +16,7 @@ from tests.router.support import (
     long_running,
     prompt_of,
     right_answer,
+    running_router,
     running_stack,
     tokens_request,
 )
@@ -90,6 +91,16 @@ async def test_many_at_once(registry_url: str, tmp_path: Path) -> None:
             p.plan.pod_id for p in stack.pods.pods[2:]
         }
         assert len({o.last.request_id for o in outcomes}) == len(outcomes)
+
+
+async def test_two_routers_share_the_pods(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, prefill=2, decode=2) as stack, running_router(stack.pods) as other:
+        await other.until_pods(4)
+        requests = [tokens_request(prompt_of(10 + 7 * n, n), max_tokens=1 + n) for n in range(20)]
+        answers = (router.generate(request) for request in requests for router in (stack, other))
+        outcomes = await asyncio.gather(*answers)
+        for number, outcome in enumerate(outcomes):
+            assert_right(outcome, requests[number // 2])
 
 
 async def test_text_and_chat_stream_exact_text(registry_url: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -124,6 +124,7 @@ class PodsModel(RuleBasedStateMachine):
             assert not self.prefill_holds, f"{self.state.value}: the prefill pod was not told"
 
 
+PodsModel.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestPodsModel = PodsModel.TestCase
 
 

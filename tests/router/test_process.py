@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from proto import common_pb2
+from proto.errors import PodUnavailable
 from proto.settings import ConfigError
 from router.client import RouterClient
 from router.model import ModelError, load_model
@@ -105,10 +107,12 @@ class Process:
 
 
 @asynccontextmanager
-async def pod_processes(registry_url: str, runtime_dir: Path) -> AsyncIterator[tuple[Stack, list[Process]]]:
+async def pod_processes(
+    registry_url: str, runtime_dir: Path, **pod_flags: object
+) -> AsyncIterator[tuple[Stack, list[Process]]]:
     """A prefill pod and two decode pods as processes, a router in this one. Pods are slow: 5 ms a step."""
     pods = Cluster(registry_url, runtime_dir)
-    flags = {
+    flags: dict[str, object] = {
         "model": "fake",
         "cluster": pods.name,
         "registry_url": registry_url,
@@ -116,7 +120,7 @@ async def pod_processes(registry_url: str, runtime_dir: Path) -> AsyncIterator[t
         "num_blocks": 64,
         "heartbeat_interval_s": 0.2,
         "fake_step_s": 0.005,
-    }
+    } | pod_flags
     started: list[Process] = []
     try:
         modules = ["prefill_service", "decode_service", "decode_service"]
@@ -170,6 +174,47 @@ async def test_a_stopped_decode_process_comes_back_clean(registry_url: str, runt
         assert_right(outcome, request)
         assert {a.decode_pod for a in outcome.ledger.attempts if not a.failure} == {victim.ready["pod_id"]}
         await until(stack.sees(lambda pods: [p.num_free_blocks for p in pods if p.role == DECODE] == [64]))
+
+
+async def test_a_stopped_prefill_process_is_given_up(registry_url: str, runtime_dir: Path) -> None:
+    """Nothing breaks when a process hangs; its heartbeat is what stops."""
+    async with pod_processes(registry_url, runtime_dir, fake_prefill_s_per_token=0.01) as (stack, processes):
+        request = long_running(40, 10)
+        task = asyncio.create_task(stack.generate(request))
+        await until(lambda: stack.router.requests.states() == ["prefilling"])
+        processes[0].send(signal.SIGSTOP)
+        outcome = await task
+        assert_right(outcome, request)
+        assert [bool(a.prefill_pod) for a in outcome.ledger.attempts] == [True, False]
+        processes[0].send(signal.SIGCONT)
+        await stack.until_pods(3)
+        again = await stack.generate(request)
+        assert_right(again, request)
+        assert [a.prefill_pod for a in again.ledger.attempts] == [processes[0].ready["pod_id"]]
+
+
+async def test_a_killed_router_leaves_nothing_on_the_pods(cluster: Cluster) -> None:
+    for role in ("prefill", "decode"):
+        await cluster.start(role, fake_step_s=0.003)
+    router = await Process.start(
+        "router", model="fake", port=0, registry_url=cluster.registry_url, cluster=cluster.name
+    )
+    try:
+        async with RouterClient(router.ready["address"]) as client:
+            outcome = Outcome()
+            with pytest.raises(PodUnavailable):
+                await read_and_kill(client, outcome, router)
+        assert outcome.last.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+        await cluster.assert_idle()
+    finally:
+        await router.end()
+
+
+async def read_and_kill(client: RouterClient, outcome: Outcome, router: Process) -> None:
+    async for response in client.generate(long_running(50, 900)):
+        outcome.responses.append(response)
+        if len(outcome.token_ids) == 5:
+            router.send(signal.SIGKILL)
 
 
 async def test_a_router_process_from_ready_to_sigterm(registry_url: str, tmp_path: Path) -> None:

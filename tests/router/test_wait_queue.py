@@ -29,8 +29,10 @@ class Room:
 
         return attempt
 
-    def wait(self, name: str, priority: int = 0, is_picky: bool = False, wait_s: float = 10.0) -> asyncio.Task[str]:
-        place = self.queue.place(self.attempt(name), priority=priority, is_picky=is_picky, wait_s=wait_s)
+    def wait(self, name: str, priority: int = 0, arrived_at: float = 0.0, wait_s: float = 10.0) -> asyncio.Task[str]:
+        place = self.queue.place(
+            self.attempt(name), priority=priority, arrived_at=arrived_at, is_picky=False, wait_s=wait_s
+        )
         return asyncio.create_task(place, name=name)
 
     async def give(self, num_free: int) -> None:
@@ -59,6 +61,15 @@ async def test_by_priority_then_arrival() -> None:
     assert room.placed == ["urgent", "first", "second", "late"]
 
 
+async def test_a_replay_keeps_its_place() -> None:
+    room = Room()
+    tasks = [room.wait("newer", arrived_at=2.0), room.wait("older", arrived_at=1.0)]
+    await settle()
+    await room.give(2)
+    await asyncio.gather(*tasks)
+    assert room.placed == ["older", "newer"]
+
+
 async def test_a_newcomer_does_not_overtake() -> None:
     room = Room()
     first = room.wait("first")
@@ -73,7 +84,7 @@ async def test_a_newcomer_does_not_overtake() -> None:
 
 async def test_a_picky_waiter_holds_up_nobody() -> None:
     room = Room()
-    picky = asyncio.create_task(room.queue.place(lambda: None, priority=-5, is_picky=True, wait_s=10.0))
+    picky = asyncio.create_task(room.queue.place(lambda: None, priority=-5, arrived_at=0.0, is_picky=True, wait_s=10.0))
     other = room.wait("other")
     await settle()
     await room.give(1)
@@ -115,7 +126,7 @@ async def test_a_refusal_for_good_reaches_its_waiter_only() -> None:
 
     bystander = room.wait("bystander")
     with pytest.raises(ValueError, match="never"):
-        await room.queue.place(refuse, priority=-1, is_picky=False, wait_s=10.0)
+        await room.queue.place(refuse, priority=-1, arrived_at=0.0, is_picky=False, wait_s=10.0)
     await room.give(1)
     assert await bystander == "bystander"
 
