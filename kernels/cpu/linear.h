@@ -18,7 +18,7 @@ constexpr int FEW_ROWS_BLOCK = 8;   // the same for at most two tiles, when memo
 constexpr int X_BLOCK = 10 * TILE;  // most rows of x that one item packs
 constexpr int64_t MAX_DEPTH = 32768;             // library.py sends larger ones to the reference
 constexpr int64_t PACKED_FLOATS = 1 << 16;       // an item's x, for half of a small second-level cache
-constexpr int64_t DEPTH_BLOCK = 48 * STEP;       // columns of a tile that the first-level cache holds
+constexpr int64_t PACKED_NEAR = 4096;            // floats of a tile that stay in the first-level cache
 constexpr int64_t WEIGHT_CHUNK_BYTES = 2 << 20;  // of W for one item
 constexpr int ITEMS_PER_THREAD = 6;
 
@@ -30,7 +30,7 @@ constexpr int ITEMS_PER_THREAD = 6;
 
 // Rows of W that one tile multiplies at once: the sums, the rows and one vector of x fill the registers.
 constexpr int group_of(int tile) {
-  constexpr int GROUPS[TILE] = {8, 4, 3, 2, 2};
+  constexpr int GROUPS[TILE] = {4, 4, 3, 2, 2};
   return LANES == 16 && tile > 1 ? 2 * GROUPS[tile - 1] : GROUPS[tile - 1];
 }
 
@@ -49,43 +49,47 @@ inline Vec load_half(const float* p, bool second) { return load(p + (second ? LA
 // Up to STEP columns of x, zeros after them, in the order of load_half(const W*, ...).
 template <class W, class X>
 inline void pack_step(const X* from, int64_t columns, float* first, float* second) {
-  float wide[STEP] = {};
+  constexpr bool IN_PAIRS = sizeof(W) == sizeof(bf16);
+  Vec low, high = {};
   if (columns >= STEP) {
-    store(wide, load(from));
-    store(wide + LANES, load(from + LANES));
+    low = load(from);
+    high = load(from + LANES);
   } else {
-    for (int64_t i = 0; i < columns; i += LANES) store(wide + i, load_first(from + i, min(LANES, columns - i)));
+    low = load_first(from, min(LANES, columns));
+    if (columns > LANES) high = load_first(from + LANES, columns - LANES);
   }
-  constexpr bool INTERLEAVED = sizeof(W) == sizeof(bf16);
-  for (int i = 0; i < LANES; i++) {
-    first[i] = wide[INTERLEAVED ? 2 * i : i];
-    second[i] = wide[INTERLEAVED ? 2 * i + 1 : LANES + i];
-  }
+  store(first, IN_PAIRS ? pick(low, high, [](int i) { return 2 * i; }) : low);
+  store(second, IN_PAIRS ? pick(low, high, [](int i) { return 2 * i + 1; }) : high);
 }
 
-// Rows of W, and those that will be wanted next (prefetched from `ahead` on, `ahead_step` elements for each step).
-template <class W>
-struct WeightRows {
-  const W* data;
-  int64_t stride, rows;
-  const W* ahead;
-  int64_t ahead_step;
+// The part of W that will be wanted next, fetched line by line in the order in which it lies in memory: the processor's
+// own prefetching does not follow several rows at once.
+struct Ahead {
+  const char* next;
+  int64_t slowdown;  // passes over the present rows, each of which fetches its share
+
+  template <int BYTES>  // that a step reads
+  void advance() {
+    constexpr int LINE = 64;
+    for (int i = 0; i < BYTES || i == 0; i += LINE) __builtin_prefetch(next + i);
+    next += BYTES / slowdown;
+  }
 };
 
 // sums[c * WEIGHT_BLOCK + r] = lanes of x row c times W row r, for C rows of x and R of W; `add` to what was there.
 template <class W, int C, int R>
-inline void multiply_group(const float* x, const W* w, int64_t stride, const W* ahead, int64_t ahead_step,
-                           int64_t steps, bool add, Vec* sums) {
+inline void multiply_group(const float* x, const W* w, int64_t stride, int64_t steps, bool add, Ahead& ahead,
+                           Vec* sums) {
   Vec acc[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = add ? sums[c * WEIGHT_BLOCK + r] : Vec{};
   for (int64_t s = 0; s < steps; s++) {
+    ahead.advance<R * STEP * sizeof(W)>();
     for (int half = 0; half < 2; half++) {
       Vec row[R];
       for (int r = 0; r < R; r++) {
         row[r] = load_half(w + r * stride, half != 0);
         KEEP_IN_REGISTER(row[r]);
-        if (half == 0) __builtin_prefetch(ahead + r * stride);
       }
       for (int c = 0; c < C; c++) {
         Vec column = load(x + c * LANES);
@@ -95,7 +99,6 @@ inline void multiply_group(const float* x, const W* w, int64_t stride, const W* 
       x += C * LANES;
     }
     w += STEP;
-    ahead += ahead_step;
   }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) sums[c * WEIGHT_BLOCK + r] = acc[r][c];
@@ -103,29 +106,30 @@ inline void multiply_group(const float* x, const W* w, int64_t stride, const W* 
 
 // One group over `columns` columns; those past the last whole step go through zero-padded copies.
 template <class W, int C, int R>
-inline void multiply_columns(const float* x, const WeightRows<W>& w, int64_t row, int64_t columns, bool add,
+inline void multiply_columns(const float* x, const W* w, int64_t stride, int64_t columns, bool add, Ahead& ahead,
                              Vec* sums) {
   const int64_t steps = columns / STEP, rest = columns % STEP;
-  const W* from = w.data + row * w.stride;
-  multiply_group<W, C, R>(x, from, w.stride, w.ahead + row * w.stride, w.ahead_step, steps, add, sums);
+  multiply_group<W, C, R>(x, w, stride, steps, add, ahead, sums);
   if (rest == 0) return;
   W padded[R][STEP] = {};
-  for (int r = 0; r < R; r++) __builtin_memcpy(padded[r], from + r * w.stride + steps * STEP, rest * sizeof(W));
-  multiply_group<W, C, R>(x + steps * STEP * C, padded[0], STEP, padded[0], 0, 1, add || steps > 0, sums);
+  for (int r = 0; r < R; r++) __builtin_memcpy(padded[r], w + r * stride + steps * STEP, rest * sizeof(W));
+  multiply_group<W, C, R>(x + steps * STEP * C, padded[0], STEP, 1, add || steps > 0, ahead, sums);
 }
 
+// A tile of C rows of x against `rows` rows of W.
 template <class W, int C>
-void multiply_tile_rows(const float* x, const WeightRows<W>& w, int64_t columns, bool add, Vec* sums) {
+void multiply_tile(const float* x, const W* w, int64_t stride, int64_t rows, int64_t columns, bool add, Ahead ahead,
+                   Vec* sums) {
   constexpr int R = group_of(C);
-  int64_t row = 0;
-  for (; row + R <= w.rows; row += R) multiply_columns<W, C, R>(x, w, row, columns, add, sums + row);
-  for (; row < w.rows; row++) multiply_columns<W, C, 1>(x, w, row, columns, add, sums + row);
+  int64_t r = 0;
+  for (; r + R <= rows; r += R)
+    multiply_columns<W, C, R>(x, w + r * stride, stride, columns, add, ahead, sums + r);
+  for (; r < rows; r++) multiply_columns<W, C, 1>(x, w + r * stride, stride, columns, add, ahead, sums + r);
 }
 
 template <class W>
-constexpr decltype(&multiply_tile_rows<W, 1>) MULTIPLY_BY_TILE[TILE] = {
-    multiply_tile_rows<W, 1>, multiply_tile_rows<W, 2>, multiply_tile_rows<W, 3>, multiply_tile_rows<W, 4>,
-    multiply_tile_rows<W, 5>};
+constexpr decltype(&multiply_tile<W, 1>) MULTIPLY_BY_WIDTH[TILE] = {
+    multiply_tile<W, 1>, multiply_tile<W, 2>, multiply_tile<W, 3>, multiply_tile<W, 4>, multiply_tile<W, 5>};
 
 // Up to X_BLOCK rows of x, packed, against any rows of W.
 template <class X, class W>
@@ -153,19 +157,19 @@ struct LinearBlock {
 
   int64_t tile_begin(int64_t t) const { return rows * t / tiles; }
 
-  // out[i, j] = x row i times W row j, for at most WEIGHT_BLOCK rows of W.
-  void multiply(const W* w, int64_t stride, int64_t weight_rows, int64_t next, const X* bias, X* out,
-                int64_t out_stride) {
-    for (int64_t k = 0; k < depth; k += DEPTH_BLOCK) {
-      const int64_t columns = min(DEPTH_BLOCK, depth - k);
-      for (int64_t t = 0; t < tiles; t++) {
+  // out[i, j] = x row i times W row j, for at most WEIGHT_BLOCK rows of W; as many are wanted next.
+  void multiply(const W* w, int64_t stride, int64_t weight_rows, const X* bias, X* out, int64_t out_stride) {
+    const int64_t depth_block = PACKED_NEAR / ceil_div(rows, tiles) / STEP * STEP;
+    const int64_t passes = ceil_div(depth, depth_block) * tiles, bytes = weight_rows * stride * sizeof(W);
+    const char* next = reinterpret_cast<const char*>(w) + bytes;
+    int64_t pass = 0;
+    for (int64_t k = 0; k < depth; k += depth_block)
+      for (int64_t t = 0; t < tiles; t++, pass++) {
         const int64_t first = tile_begin(t), width = tile_begin(t + 1) - first;
-        const W* ahead = w + k + next * stride + columns * t / tiles;
-        const WeightRows<W> block{w + k, stride, weight_rows, ahead, STEP / tiles};
-        MULTIPLY_BY_TILE<W>[width - 1](packed + first * padded_depth + k * width, block, columns, k > 0,
-                                       sums + first * WEIGHT_BLOCK);
+        MULTIPLY_BY_WIDTH<W>[width - 1](packed + first * padded_depth + k * width, w + k, stride, weight_rows,
+                                        min(depth_block, depth - k), k > 0, Ahead{next + bytes * pass / passes, tiles},
+                                        sums + first * WEIGHT_BLOCK);
       }
-    }
     for (int64_t i = 0; i < rows; i++) finish_row(sums + i * WEIGHT_BLOCK, weight_rows, bias, out + i * out_stride);
   }
 
@@ -185,7 +189,7 @@ struct LinearBlock {
     const int64_t last = min(end, offset + matrix.rows);
     for (int64_t n = max(begin, offset); n < last; n += block)
       multiply(static_cast<const W*>(matrix.data) + (n - offset) * matrix.row_stride, matrix.row_stride,
-               min(block, last - n), block, bias == nullptr ? nullptr : bias + n, out + n, out_stride);
+               min(block, last - n), bias == nullptr ? nullptr : bias + n, out + n, out_stride);
   }
 };
 

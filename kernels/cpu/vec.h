@@ -97,24 +97,25 @@ inline float sum(Vec v) {
   return lanes[0];
 }
 
+// Lane i is lane index(i) of `a` and `b` put together; `index` must be constant once inlined.
+template <class Index>
+inline Vec pick(Vec a, Vec b, const Index& index) {
+#if defined(__clang__)  // has no __builtin_shuffle, but recognises one
+  Vec picked;
+  for (int i = 0; i < LANES; i++) picked[i] = index(i) < LANES ? a[index(i) % LANES] : b[index(i) % LANES];
+  return picked;
+#else
+  VecInt from;
+  for (int i = 0; i < LANES; i++) from[i] = index(i);
+  return __builtin_shuffle(a, b, from);
+#endif
+}
+
 // Adds lanes WIDTH apart: those of `a` into the lanes whose number lacks the bit WIDTH, those of `b` into the others.
 template <int WIDTH>
 inline Vec fold(Vec a, Vec b) {
-#if defined(__clang__)  // has no __builtin_shuffle, but recognises one
-  Vec low, high;
-  for (int i = 0; i < LANES; i++) {
-    low[i] = i & WIDTH ? b[i - WIDTH] : a[i];
-    high[i] = i & WIDTH ? b[i] : a[i + WIDTH];
-  }
-  return low + high;
-#else
-  VecInt low, high;
-  for (int i = 0; i < LANES; i++) {
-    low[i] = i & WIDTH ? LANES + i - WIDTH : i;
-    high[i] = low[i] + WIDTH;
-  }
-  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-#endif
+  const auto lower = [](int i) { return i & WIDTH ? LANES + i - WIDTH : i; };
+  return pick(a, b, lower) + pick(a, b, [lower](int i) { return lower(i) + WIDTH; });
 }
 
 template <int WIDTH>
