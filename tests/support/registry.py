@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ def server_binary() -> Path:
 
 
 class RegistryServer:
-    """Owns one server process on a fixed port: `start()`, `kill()` (SIGKILL), `start()` again empty."""
+    """Owns one server process on a fixed port: `start()`, `send()`, `kill()` (SIGKILL), `start()` again empty."""
 
     def __init__(self, port: int | None = None) -> None:
         self.port = port or free_port()
@@ -48,6 +49,10 @@ class RegistryServer:
                     return
         self.kill()
         raise TimeoutError(f"valkey-server did not answer on port {self.port} within {START_S} s")
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None, "start it first"
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         if self._process is not None:
