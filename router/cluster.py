@@ -7,6 +7,8 @@ work are one step without an await, so two requests never see the same room. Req
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ from random import Random
 from proto import common_pb2
 from proto.errors import PdserveError, from_info
 from router.background import Background
+from router.model import ServedModel
 from router.placements import Placements
-from router.pod_client import DecodeClient, PodClient, PrefillClient
+from router.pod_client import CALL_S, DecodeClient, PodClient, PrefillClient
 from router.policy import Refusal, RoutingDecision, RoutingRequest, decide
 from router.prefix_index import PrefixIndex
 from router.registry import POLL_S, RegistryWatcher, Sighting
@@ -50,13 +53,15 @@ class Cluster:
         rng: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.background = Background()
+        self.background = Background()  # what pods are being told
+        self._retiring = Background()
         self.prefixes = PrefixIndex()
         self._router_id = router_id
         self._rng = rng
         self._clock = clock
         self._placements = Placements()
         self._clients: dict[PodKey, PodClient] = {}
+        self._closing = asyncio.Event()
         self._watcher = RegistryWatcher(registry_url, cluster, self._updated, clock)
         self._queue: WaitQueue[Placement] = WaitQueue(max_waiting, self._undo)
         self.on_change: Callable[[], None] = lambda: None  # pods came, went or changed
@@ -67,7 +72,9 @@ class Cluster:
     async def close(self) -> None:
         """Requests must have ended."""
         await self._watcher.close()
+        self._closing.set()
         await self.background.close(CLOSE_S)
+        await self._retiring.close(CLOSE_S)
         for client in self._clients.values():
             await client.close()
         self._clients.clear()
@@ -84,11 +91,11 @@ class Cluster:
         correction = self._placements.correction(pod.key, since=sighting.seen_at - POLL_S)
         return pod.corrected(correction, reachable=client is not None and client.reachable)
 
-    @property
-    def max_model_len(self) -> int | None:
-        """The longest sequence that some decode pod holds; None while there is none."""
-        lengths = (s.view.max_model_len for s in self._watcher.pods.sightings.values() if s.view.role == DECODE)
-        return max(lengths, default=None)
+    def max_model_len(self, model: ServedModel) -> int:
+        """The longest sequence that some decode pod holds; the model's own limit while there is no pod."""
+        views = (sighting.view for sighting in self._watcher.pods.sightings.values())
+        lengths = (pod.max_model_len for pod in views if pod.role == DECODE and pod.model_id == model.model_id)
+        return min(model.max_model_len, max(lengths, default=model.max_model_len))
 
     @property
     def num_waiting(self) -> int:
@@ -163,9 +170,19 @@ class Cluster:
         live = {sighting.view.key for sighting in sightings}
         for key in [key for key in self._clients if key not in live]:
             self.prefixes.forget(key[0], key[1])
-            self.background.spawn(self._clients.pop(key).close(), f"close {key[0]}")
+            self._retiring.spawn(self._retire(self._clients.pop(key)), f"retire {key[0]}")
         self._placements.forget(live)
         self._changed()
+
+    async def _retire(self, client: PodClient) -> None:
+        """Fails what is under way, but if the pod lives after all, it still hears what it can free."""
+        client.lose("it has stopped beating")
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CALL_S):
+                    await self._closing.wait()
+        finally:
+            await client.close()
 
     def _connect(self, pod: PodView) -> PodClient:
         if pod.role == DECODE:

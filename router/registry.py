@@ -1,8 +1,8 @@
 """Watches the pod records in the Redis-protocol registry and keeps the last good view of them.
 
 A registry that is unreachable, or restarted empty, says nothing about the pods: a record stays until its pod has not
-beaten for three intervals while the registry answered. So pods have one interval to heal an emptied registry, and
-requests in flight do not notice.
+beaten for three intervals (at least MIN_EXPIRY_S) while the registry was read. So pods have time to heal an emptied
+registry, and requests in flight do not notice.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 TIMEOUT_S = 2.0
 EXPIRY_INTERVALS = 3
+MIN_EXPIRY_S = 4 * POLL_S  # one late poll is no verdict on pods that beat faster than it looks
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class PodTable:
             except ValueError as error:
                 log.warning("ignoring a record: %s", error)
         for pod_id in [pod_id for pod_id, s in self.sightings.items() if s.expires_at <= now]:
-            log.warning("pod %s has not beaten for %d intervals: gone", pod_id, EXPIRY_INTERVALS)
+            log.warning("pod %s has stopped beating: gone", pod_id)
             del self.sightings[pod_id]
 
     def _see(self, record: PodRecord, now: float) -> None:
@@ -63,11 +64,11 @@ class PodTable:
             return
         if known is None or known.view.epoch != record.epoch:
             log.info("pod %s at %s, epoch %s", record.pod_id, record.address, record.epoch)
-        expires_at = now + EXPIRY_INTERVALS * record.heartbeat_interval_s
+        expires_at = now + max(EXPIRY_INTERVALS * record.heartbeat_interval_s, MIN_EXPIRY_S)
         self.sightings[record.pod_id] = Sighting(pod_view(record), record.heartbeat, now, expires_at)
 
     def outage(self, lasted_s: float) -> None:
-        """The registry did not answer for so long: nobody's heartbeat could be seen in that time."""
+        """The registry was not read for so long, so nobody's heartbeat could be seen."""
         for pod_id, sighting in self.sightings.items():
             self.sightings[pod_id] = replace(sighting, expires_at=sighting.expires_at + lasted_s)
 
@@ -121,8 +122,9 @@ class RegistryWatcher:
             self._note(reachable=False, detail=str(error))
             return
         now = self._clock()
-        if not self._reachable:
-            self.pods.outage(now - self._last_good)
+        gap_s = now - self._last_good
+        if gap_s > 2 * POLL_S:  # it did not answer, or this process stood still
+            self.pods.outage(gap_s)
         self._last_good = now
         self._note(reachable=True)
         self.pods.update(records, now)

@@ -114,7 +114,8 @@ class Request:
         """Leads to a terminal state, unless the answer was complete and only its last message did not get out."""
         if not self.state.terminal:
             self._ledger.account(_STAGE[self.state], self._services.clock())
-            self._ledger.fail_attempt(outcome)
+            if self.state is not State.QUEUED:  # then the last attempt has failed already, for a reason of its own
+                self._ledger.fail_attempt(outcome)
             self._move(event)
         self._close(outcome)
 
@@ -154,8 +155,8 @@ class Request:
             prompt_ids = await asyncio.to_thread(self._tokenise)
         else:
             prompt_ids = self._tokenise()
-        limit = min(services.cluster.max_model_len or services.model.max_model_len, services.model.max_model_len)
-        return resolve(self._message, prompt_ids, services.model, limit, services.rng)
+        max_model_len = services.cluster.max_model_len(services.model)
+        return resolve(self._message, prompt_ids, services.model, max_model_len, services.rng)
 
     def _tokenise(self) -> Sequence[int]:
         message, tokenizer = self._message, self._services.tokenizer

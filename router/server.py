@@ -118,9 +118,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        model, cluster = self._services.model, self._services.cluster
-        length = min(model.max_model_len, cluster.max_model_len or model.max_model_len)
-        served = inference_pb2.Model(id=model.name, max_model_len=length, created=self._created)
+        model = self._services.model
+        max_model_len = self._services.cluster.max_model_len(model)
+        served = inference_pb2.Model(id=model.name, max_model_len=max_model_len, created=self._created)
         return inference_pb2.ListModelsResponse(models=[served])
 
     async def GetTimeline(self, request: inference_pb2.GetTimelineRequest, context: Context) -> inference_pb2.Ledger:

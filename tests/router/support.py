@@ -10,16 +10,21 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+
 from engine.fake import EOS_ID, FakeAnswer, fake_generate
 from engine.sequence import SamplingParams
 from proto import common_pb2, inference_pb2
 from router.client import RouterClient
+from router.lifecycle import Event, State
+from router.request import Request
 from router.server import Router
 from router.settings import RouterSettings
 from router.snapshot import PodView
 from tests.support.cluster import Cluster, running_cluster
 
 WAIT_S = 10.0
+SLOW_STEPS: dict[str, object] = {"fake_step_s": 0.003}  # of pods, so that there is time for a fault
 
 
 @dataclass
@@ -152,3 +157,16 @@ async def running_stack(
         async with running_router(pods, **overrides) as stack:
             await stack.until_pods(prefill + decode)
             yield stack
+
+
+def on_entering(monkeypatch: pytest.MonkeyPatch, state: State, act: Callable[[Request], object]) -> None:
+    """Calls `act` in the moment in which a request enters `state` for the first time."""
+    original, entered = Request._move, asyncio.Event()
+
+    def move(self: Request, event: Event) -> None:
+        original(self, event)
+        if self.state is state and not entered.is_set():
+            entered.set()
+            act(self)
+
+    monkeypatch.setattr(Request, "_move", move)

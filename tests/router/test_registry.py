@@ -50,6 +50,16 @@ def test_an_outage_of_the_registry_does_not_count() -> None:
     assert table.sightings == {}
 
 
+def test_a_pod_that_beats_faster_than_the_router_looks_is_not_dropped_for_one_late_poll() -> None:
+    fast, table = beat(1), PodTable()
+    fast.heartbeat_interval_s = 0.1
+    table.update([fast], now=10.0)
+    table.update([], now=10.9)
+    assert "d" in table.sightings
+    table.update([], now=11.0)
+    assert table.sightings == {}
+
+
 def test_a_new_epoch_replaces_the_old_one() -> None:
     table = PodTable()
     table.update([beat(7)], now=1.0)
