@@ -19,7 +19,8 @@ RUN_STAMP := .venv/pdserve-run-$(call hash,$(RUN_LOCKS))
 WARM_STAMP := .venv/pdserve-warm-$(call hash,$(RUN_LOCKS))
 TEST_STAMP := .venv/pdserve-test-$(call hash,$(RUN_LOCKS) requirements/test.txt)
 
-export PROMPT
+# As it was typed: make would expand a $ in it.
+export DEMO_PROMPT := $(value PROMPT)
 
 .PHONY: help
 help: ## list the targets
@@ -33,7 +34,7 @@ packages: $(RUN_STAMP) ## only install packages: needs no file but requirements/
 
 .PHONY: demo
 demo: $(WARM_STAMP) ## stream one answer through a local stack: make demo PROMPT="..."
-	@exec $(PY) -m pdserve demo --started-at $(STARTED_AT) $${PROMPT:+--prompt "$$PROMPT"} $(ARGS)
+	@exec $(PY) -m pdserve demo --started-at $(STARTED_AT) $${DEMO_PROMPT:+--prompt "$$DEMO_PROMPT"} $(ARGS)
 
 .PHONY: up
 up: $(WARM_STAMP) ## run a local stack until Ctrl-C: make up ARGS="--prefill 2 --decode 2"

@@ -56,6 +56,9 @@ async def run_stack(plan: Plan, reporter: Reporter, body: Callable[[Stack], Awai
         except asyncio.CancelledError:
             reporter.say("\nstopping ...")
             return INTERRUPTED
+        except PdserveError:
+            reporter.say(f"\nlogs are in {stack.log_dir}")
+            raise
         finally:
             await stack.supervisor.stop()
 
@@ -92,7 +95,10 @@ def run_directory(wanted: Path | None) -> Iterator[Path]:
     keep = False
     try:
         yield created
-    except (StartFailed, PdserveError):
+    except StartFailed as error:
+        keep = error.exit_code != CONFIG_ERROR  # whose one line says everything
+        raise
+    except PdserveError:
         keep = True
         raise
     finally:

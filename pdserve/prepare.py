@@ -51,7 +51,7 @@ def prepare_kernels(reporter: Reporter) -> None:
         with reporter.working("compiling the CPU kernels (once)"):
             build()
     except (CompilerMissing, BuildFailed) as error:
-        raise LaunchError(f"CPU kernels: {error}") from None
+        raise LaunchError(str(error)) from None
 
 
 def make_plan(settings: StackSettings, model: str, run_dir: Path) -> Plan:
