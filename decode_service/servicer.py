@@ -68,7 +68,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         spec = parse_spec(request.sequence, self._pod.plan.model)
         self._check_layout(request.layout_fingerprint)
         self._check_open()
-        entry = self.table.add(Entry(spec.sequence_id, request.router_id, State.WAITING))
+        entry = self.table.add(Entry(spec.sequence_id, self._stream_of(request.router_id), State.WAITING))
         try:
             reservation = await self._wait_for_blocks(entry, spec, request.wait_ms / 1000)
             self.table.grant(entry, reservation, self._pod.clock(), request.ttl_ms / 1000)
@@ -129,16 +129,11 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
     @rpc
     async def StartDecode(self, request: pods_pb2.StartDecodeRequest, context: Context) -> pods_pb2.StartDecodeResponse:
         spec = parse_spec(request.sequence, self._pod.plan.model)
-        stream = self.streams.get(request.router_id)
-        if stream is None or stream.ended:
-            raise PodUnavailable(
-                f"router_id = {request.router_id!r}: has no open token stream, call StreamTokens first",
-                pod_id=self._pod.plan.pod_id,
-            )
+        stream = self._stream_of(request.router_id)
         if request.HasField("handoff"):
             self._start_transfer(request, spec, stream)
         else:
-            await self._start_locally(request, spec, stream)
+            await self._start_locally(spec, stream)
         return pods_pb2.StartDecodeResponse(epoch=self._pod.plan.epoch)
 
     @rpc
@@ -185,11 +180,9 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         elif error is not None:
             self._fail(entry, _told(error))
 
-    async def _start_locally(
-        self, request: pods_pb2.StartDecodeRequest, spec: SequenceSpec, stream: TokenStream
-    ) -> None:
+    async def _start_locally(self, spec: SequenceSpec, stream: TokenStream) -> None:
         self._check_open()
-        entry = self.table.add(Entry(spec.sequence_id, request.router_id, State.DECODING, stream))
+        entry = self.table.add(Entry(spec.sequence_id, stream, State.DECODING))
         added = False
         try:
             await self._pod.engine.call(lambda core: core.add(spec))
@@ -206,7 +199,8 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         self._free(entry)
 
     def _tell(self, entry: Entry, error: PdserveError) -> None:
-        if entry.stream is not None:
+        """Reserve is a call that answers for itself; what came after it is told on the stream."""
+        if entry.state in {State.TRANSFERRING, State.DECODING}:
             entry.stream.push(self._step, pods_pb2.SequenceTokens(sequence_id=entry.sequence_id, error=error.to_info()))
 
     def _abort(self, entry: Entry) -> None:
@@ -263,6 +257,16 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         finally:
             self._close_stream(stream)
 
+    def _stream_of(self, router_id: str) -> TokenStream:
+        """All that is asked for hangs on it, so that a dead router's calls, read late, hold nothing."""
+        stream = self.streams.get(router_id)
+        if stream is None or stream.ended:
+            raise PodUnavailable(
+                f"router_id = {router_id!r}: has no open token stream, call StreamTokens first",
+                pod_id=self._pod.plan.pod_id,
+            )
+        return stream
+
     def _open_stream(self, router_id: str) -> TokenStream:
         if self._closed:
             raise PodUnavailable("this pod is stopping", pod_id=self._pod.plan.pod_id)
@@ -277,12 +281,10 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
             self._abort(entry)
 
     def _close_stream(self, stream: TokenStream) -> None:
-        """The call has ended: whatever was started for it has nobody to go to, nor have unused credits."""
+        """The call has ended: whatever was reserved or started for it has nobody to go to."""
         self._end_stream(stream, PodUnavailable("the stream has ended"))
         if self.streams.get(stream.router_id) is stream:
             del self.streams[stream.router_id]
-            for entry in self.table.reserved_by(stream.router_id):
-                self._abort(entry)
 
     # The role's side of the pod.
 
@@ -296,12 +298,12 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         self._step += 1
         for event in events:
             entry = self.table.get(event.sequence_id)
-            if entry is not None and entry.state is State.DECODING and entry.stream is not None:
-                self._deliver(entry, entry.stream, event)
+            if entry is not None and entry.state is State.DECODING:
+                self._deliver(entry, event)
         self._queue.notify()
 
-    def _deliver(self, entry: Entry, stream: TokenStream, event: TokenEvent) -> None:
-        message = sequence_tokens(entry, event)
+    def _deliver(self, entry: Entry, event: TokenEvent) -> None:
+        message, stream = sequence_tokens(entry, event), entry.stream
         self._pod.metrics.cached_tokens.inc(message.num_cached_tokens)
         stream.push(self._step, message)
         if event.finish_reason is not None:

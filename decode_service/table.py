@@ -42,9 +42,8 @@ NEXT: dict[State, frozenset[State]] = {
 @dataclass(slots=True, eq=False)
 class Entry:
     sequence_id: str
-    router_id: str
+    stream: TokenStream  # where its tokens go; whatever state it is in, the stream's end is its end
     state: State
-    stream: TokenStream | None = None  # where its tokens go; from TRANSFERRING or decode-only DECODING on
     reservation: Reservation | None = None  # from RESERVED on
     task: asyncio.Task[Any] | None = None  # waits for blocks (WAITING) or pulls them (TRANSFERRING, SETTLING)
     transfer_s: float = 0.0
@@ -107,9 +106,6 @@ class DecodeTable:
     def of_stream(self, stream: TokenStream) -> list[Entry]:
         return [entry for entry in self._entries.values() if entry.stream is stream]
 
-    def reserved_by(self, router_id: str) -> list[Entry]:
-        return [e for e in self._entries.values() if e.router_id == router_id and e.state is State.RESERVED]
-
     def entries(self) -> list[Entry]:
         return list(self._entries.values())
 
@@ -137,6 +133,5 @@ def _check_entry(entry: Entry) -> None:
         assert entry.reservation is not None, f"{name} has no blocks to land in"
         assert entry.task is not None, f"{name} has no transfer"
         assert not entry.task.done(), f"{name} has no transfer any more"
-    if entry.state in {State.TRANSFERRING, State.DECODING}:
-        assert entry.stream is not None, f"{name} has no stream"
-        assert not entry.stream.ended, f"{name} writes to a stream that has ended"
+    if entry.state is not State.SETTLING:
+        assert not entry.stream.ended, f"{name} belongs to a stream that has ended"

@@ -186,6 +186,7 @@ class ReserveRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
+    """its stream must be open; the credit ends with it"""
     layout_fingerprint: _builtins.str
     """of the prefill pod that will compute it"""
     wait_ms: _builtins.int

@@ -68,7 +68,7 @@ async def test_another_layout_is_refused(pod: Pod, client: PodClient) -> None:
 
 async def test_no_blocks_in_time_is_overload_with_a_delay(cluster: Cluster) -> None:
     pod = await cluster.start("decode", num_blocks=4)
-    client = cluster.client(pod)
+    client = await cluster.decode_client(pod)
     credit = await client.reserve(spec(range(40)), fingerprint(pod))
     for wait_ms in (0, 10):
         with pytest.raises(Overloaded, match="wait_ms") as caught:
@@ -79,7 +79,7 @@ async def test_no_blocks_in_time_is_overload_with_a_delay(cluster: Cluster) -> N
 
 async def test_waiting_calls_are_served_in_order(cluster: Cluster) -> None:
     pod = await cluster.start("decode", num_blocks=4)
-    client = cluster.client(pod)
+    client = await cluster.decode_client(pod)
     held = await client.reserve(spec(range(40)), fingerprint(pod))
     order: list[int] = []
 
@@ -100,7 +100,7 @@ async def test_waiting_calls_are_served_in_order(cluster: Cluster) -> None:
 @pytest.mark.parametrize("way", ["cancel", "abort"])
 async def test_waiting_calls_can_leave(cluster: Cluster, way: str) -> None:
     pod = await cluster.start("decode", num_blocks=4)
-    client = cluster.client(pod)
+    client = await cluster.decode_client(pod)
     held = await client.reserve(spec(range(40)), fingerprint(pod))
     sequence = spec(range(40))
     waiting = asyncio.create_task(client.reserve(sequence, fingerprint(pod), wait_ms=5000))
@@ -193,9 +193,28 @@ async def test_abort_while_decoding(cluster: Cluster) -> None:
     await assert_idle(pod)
 
 
-async def test_a_start_needs_a_stream(cluster: Cluster, pod: Pod) -> None:
-    with pytest.raises(PodUnavailable, match="call StreamTokens first"):
-        await cluster.client(pod).start_decode(spec([1]))
+async def test_whatever_is_asked_for_needs_a_stream(cluster: Cluster, pod: Pod) -> None:
+    """Else a call that a router made before its death, and that is read after its stream has ended, holds blocks."""
+    client = cluster.client(pod)
+    for call in (client.start_decode(spec([1])), client.reserve(spec([1]), fingerprint(pod))):
+        with pytest.raises(PodUnavailable, match="call StreamTokens first"):
+            await call
+    await assert_idle(pod)
+
+
+async def test_the_end_of_a_stream_ends_a_wait_for_blocks(cluster: Cluster) -> None:
+    """The router is gone, though its call is still there."""
+    pod = await cluster.start("decode", num_blocks=4)
+    client, other = await cluster.decode_client(pod), await cluster.decode_client(pod, "router-2")
+    held = await other.reserve(spec(range(40)), fingerprint(pod))
+    waiting = asyncio.create_task(client.reserve(spec(range(40)), fingerprint(pod), wait_ms=60_000))
+    await until(lambda: num_waiting(pod) == 1)
+    await client.close_stream()
+    with pytest.raises(Cancelled):
+        await waiting
+    assert pod.load().num_credits == 1
+    await other.release_credit(held.credit_id)
+    await assert_idle(pod)
 
 
 async def test_the_same_sequence_twice_is_refused(pod: Pod, client: PodClient) -> None:

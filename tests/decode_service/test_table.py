@@ -28,7 +28,7 @@ BLOCKS = Reservation("a", (0, 1), 0)
 
 
 def reserved(table: DecodeTable, name: str = "a", ttl_s: float = 10) -> Entry:
-    entry = table.add(Entry(name, "router", State.WAITING))
+    entry = table.add(Entry(name, TokenStream("router", "epoch"), State.WAITING))
     table.grant(entry, BLOCKS, now=0, duration_s=ttl_s)
     return entry
 
@@ -61,23 +61,21 @@ def test_a_second_sequence_of_the_same_id_is_refused() -> None:
     table = DecodeTable()
     reserved(table)
     with pytest.raises(InvalidRequest, match=r"sequence\.sequence_id = 'a'"):
-        table.add(Entry("a", "router", State.WAITING))
+        table.add(Entry("a", TokenStream("router", "epoch"), State.WAITING))
 
 
 def test_states_only_advance() -> None:
-    entry = Entry("a", "router", State.DECODING)
+    entry = Entry("a", TokenStream("router", "epoch"), State.DECODING)
     with pytest.raises(AssertionError, match="decoding -> reserved"):
         entry.advance(State.RESERVED)
 
 
-def test_entries_are_found_by_stream_and_router() -> None:
+def test_entries_are_found_by_their_stream_in_every_state() -> None:
     table = DecodeTable()
-    stream = TokenStream("router", "epoch")
-    decoding = table.add(Entry("d", "router", State.DECODING, stream))
-    credit = reserved(table)
+    credit, stream = reserved(table), TokenStream("router", "epoch")
+    decoding = table.add(Entry("d", stream, State.DECODING))
     assert table.of_stream(stream) == [decoding]
-    assert table.reserved_by("router") == [credit]
-    assert table.reserved_by("other") == []
+    assert table.of_stream(credit.stream) == [credit]
 
 
 def _lost_reservation(table: DecodeTable) -> None:
@@ -85,7 +83,7 @@ def _lost_reservation(table: DecodeTable) -> None:
 
 
 def _lost_sequence(table: DecodeTable) -> None:
-    table.add(Entry("a", "router", State.DECODING, TokenStream("router", "epoch")))
+    table.add(Entry("a", TokenStream("router", "epoch"), State.DECODING))
 
 
 def _transfer_without_task(table: DecodeTable) -> None:
@@ -94,8 +92,7 @@ def _transfer_without_task(table: DecodeTable) -> None:
 
 
 def _ended_stream(table: DecodeTable) -> None:
-    entry = table.add(Entry("a", "router", State.DECODING, TokenStream("router", "epoch")))
-    assert entry.stream is not None
+    entry = table.add(Entry("a", TokenStream("router", "epoch"), State.DECODING))
     entry.stream.end()
 
 
@@ -121,7 +118,6 @@ async def test_a_settled_transfer_is_not_one_in_flight() -> None:
     table = DecodeTable()
     entry = reserved(table)
     table.claim("a")
-    entry.stream = TokenStream("router", "epoch")
     entry.task = asyncio.create_task(asyncio.sleep(0))
     table.check_invariants(replace(IDLE, num_reserved=1))
     await entry.task
