@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import shutil
 import sys
 import time
@@ -23,7 +24,7 @@ from random import Random
 from router.client import RouterClient
 from tests.system.chaos_faults import Monkey, Progress, Report
 from tests.system.chaos_requests import Case, Outcome, draw_case, judge, run_case
-from tests.system.chaos_stack import ChaosStack, running
+from tests.system.chaos_stack import ChaosStack, Member, running
 
 NUM_CLIENTS = 10
 NUM_REQUESTS = 150
@@ -34,6 +35,7 @@ BLOCK_SIZE = 16
 class Round:
     """The shape of a deployment, drawn from the seed."""
 
+    num_routers: int
     num_prefill: int
     num_decode: int
     num_blocks: int
@@ -51,7 +53,7 @@ class Round:
             "fake_step_s": rng.choice((0.001, 0.004)),
             "fake_prefill_s_per_token": rng.choice((0.0, 0.0005)),
         }
-        return cls(rng.randrange(1, 4), rng.randrange(2, 4), num_blocks, pod)
+        return cls(rng.randrange(1, 3), rng.randrange(1, 4), rng.randrange(2, 4), num_blocks, pod)
 
     @property
     def capacity(self) -> int:
@@ -60,7 +62,7 @@ class Round:
 
 
 class Clients:
-    """NUM_CLIENTS clients that share a queue of cases."""
+    """NUM_CLIENTS clients that share a queue of cases; each has a router of its own."""
 
     def __init__(self, stack: ChaosStack, monkey: Monkey, progress: Progress, report: Report) -> None:
         self._stack = stack
@@ -69,26 +71,28 @@ class Clients:
         self._report = report
 
     async def run(self, cases: Iterator[Case]) -> None:
-        await asyncio.gather(*(self._client(cases) for _ in range(NUM_CLIENTS)))
+        routers = itertools.islice(itertools.cycle(self._stack.routers), NUM_CLIENTS)
+        await asyncio.gather(*(self._client(router, cases) for router in routers))
 
-    async def _client(self, cases: Iterator[Case]) -> None:
+    async def _client(self, router: Member, cases: Iterator[Case]) -> None:
         """One connection for as long as the router lives."""
-        for case in cases:
-            await self._monkey.router_up.wait()
-            deaths = self._monkey.router_deaths
-            async with RouterClient(self._stack.router.ready["address"]) as client:
-                await self._ask(client, case)
-                while deaths == self._monkey.router_deaths and (following := next(cases, None)) is not None:
-                    await self._ask(client, following)
-
-    async def _ask(self, client: RouterClient, case: Case) -> None:
         deaths = self._monkey.router_deaths
+        for case in cases:
+            await self._monkey.router_up[router].wait()
+            known_deaths = deaths[router]
+            async with RouterClient(router.ready["address"]) as client:
+                await self._ask(client, router, case)
+                while known_deaths == deaths[router] and (following := next(cases, None)) is not None:
+                    await self._ask(client, router, following)
+
+    async def _ask(self, client: RouterClient, router: Member, case: Case) -> None:
+        deaths = self._monkey.router_deaths[router]
         try:
             outcome = await run_case(client, case, self._progress.tick)
         except TimeoutError as error:
             self._report.problems.append(str(error))
             return
-        router_died = deaths != self._monkey.router_deaths
+        router_died = deaths != self._monkey.router_deaths[router]
         self._report.problems += [f"{case.name}: {p}" for p in judge(case, outcome, router_died=router_died)]
         self._report.ends[_name_of_end(outcome)] += 1
 
@@ -104,7 +108,7 @@ async def run_round(seed: int, num_requests: int = NUM_REQUESTS, keep_logs: Path
     shape = Round.draw(seed)
     report, progress, done = Report(), Progress(), asyncio.Event()
     cases = (draw_case(str(seed), number, shape.capacity) for number in range(num_requests))
-    async with running(shape.num_prefill, shape.num_decode, shape.pod) as stack:
+    async with running(shape.num_prefill, shape.num_decode, shape.pod, shape.num_routers) as stack:
         monkey = Monkey(stack, Random(f"{seed}/faults"), progress, report)
         breaking = asyncio.create_task(monkey.run(done))
         try:

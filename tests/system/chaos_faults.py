@@ -63,9 +63,10 @@ class Monkey:
         self._registry_up = asyncio.Event()
         self._registry_up.set()
         self._mending: set[asyncio.Task[None]] = set()
-        self.router_deaths = 0
-        self.router_up = asyncio.Event()
-        self.router_up.set()
+        self.router_deaths: Counter[Member] = Counter()
+        self.router_up = {router: asyncio.Event() for router in stack.routers}
+        for up in self.router_up.values():
+            up.set()
         self._faults: dict[Callable[[], Awaitable[None]], int] = {
             self._kill_pod: 10,
             self._freeze_pod: 8,
@@ -178,26 +179,26 @@ class Monkey:
 
     async def _freeze_router(self) -> None:
         """Clients give it up after about 6 s, pods after 10 s."""
-        if not self.router_up.is_set():
+        router, seconds = self._rng.choice(self._stack.routers), self._rng.choice((0.5, 2.5, 12.0))
+        if not self.router_up[router].is_set():
             return
-        seconds = self._rng.choice((0.5, 2.5, 12.0))
-        if seconds > CLIENTS_WAIT_S:
-            self.router_up.clear()
-            self.router_deaths += 1
-        self._note(f"freeze {seconds} s", "router")
-        self._stack.router.send(signal.SIGSTOP)
+        self.router_up[router].clear()
+        self.router_deaths[router] += seconds > CLIENTS_WAIT_S
+        self._note(f"freeze {seconds} s", router.name)
+        router.send(signal.SIGSTOP)
         await asyncio.sleep(seconds)  # the fault itself
-        self._stack.router.send(signal.SIGCONT)
-        self.router_up.set()
-        self._note("thaw", "router")
+        router.send(signal.SIGCONT)
+        self.router_up[router].set()
+        self._note("thaw", router.name)
 
     async def _kill_router(self) -> None:
-        if not self.router_up.is_set():
+        router = self._rng.choice(self._stack.routers)
+        if not self.router_up[router].is_set():
             return
-        self.router_up.clear()
-        self.router_deaths += 1
-        self._note("kill", "router")
-        await self._stack.router.kill()
-        await self._stack.router.start()
-        self.router_up.set()
-        self._note("back", "router")
+        self.router_up[router].clear()
+        self.router_deaths[router] += 1
+        self._note("kill", router.name)
+        await router.kill()
+        await router.start()
+        self.router_up[router].set()
+        self._note("back", router.name)

@@ -1,4 +1,4 @@
-"""The processes of the chaos suite: a registry, a router, prefill and decode pods, each killed and restarted by name.
+"""The processes of the chaos suite: a registry, routers, prefill and decode pods, each killed and restarted by name.
 
 They are started by hand, one by one, because the launcher's supervisor would bring the dead back by itself.
 """
@@ -107,15 +107,19 @@ class Member:
 class ChaosStack:
     """All members of one deployment, in `directory`."""
 
-    def __init__(self, directory: Path, *, num_prefill: int, num_decode: int, pod: Flags) -> None:
+    def __init__(self, directory: Path, *, num_prefill: int, num_decode: int, pod: Flags, num_routers: int = 1) -> None:
         (directory / "tmp").mkdir()
         self.directory = directory
         self.registry = RegistryServer()
         common: dict[str, object] = {"model": "fake", "cluster": CLUSTER, "registry_url": self.registry.url}
-        router = {"port": free_port(), "queue_wait_s": 60, "stop_grace_s": 0}
-        self.router = Member("router", "router", common | router, directory)
+        self.routers = [self._router(i, common) for i in range(num_routers)]
         self.prefill = [self._pod("prefill", i, common | dict(pod)) for i in range(num_prefill)]
         self.decode = [self._pod("decode", i, common | dict(pod)) for i in range(num_decode)]
+
+    def _router(self, index: int, flags: dict[str, object]) -> Member:
+        """On a port of its own, which it has again after a restart."""
+        own = {"port": free_port(), "queue_wait_s": 60, "stop_grace_s": 0}
+        return Member(f"router-{index}", "router", flags | own, self.directory)
 
     def _pod(self, role: str, index: int, flags: Flags) -> Member:
         own = {
@@ -131,21 +135,25 @@ class ChaosStack:
     def pods(self) -> list[Member]:
         return [*self.prefill, *self.decode]
 
+    @property
+    def members(self) -> list[Member]:
+        """In the order of a stop that loses nothing."""
+        return [*self.routers, *self.pods]
+
     async def start(self) -> None:
         await asyncio.to_thread(self.registry.start)
-        await asyncio.gather(*(member.start() for member in (*self.pods, self.router)))
+        await asyncio.gather(*(member.start() for member in self.members))
 
     async def kill(self) -> None:
-        await asyncio.gather(*(member.kill() for member in (*self.pods, self.router)))
+        await asyncio.gather(*(member.kill() for member in self.members))
         self.registry.kill()
 
     async def stop(self) -> list[str]:
         """SIGTERM for all, as an operator does it. What is wrong with how they ended or what they left."""
-        members = [self.router, *self.pods]
         problems = []
-        for member in members:
+        for member in self.members:
             member.send(signal.SIGTERM)
-        for member in members:
+        for member in self.members:
             if (code := await member.ended()) != 0:
                 problems.append(f"{member.name} ended with {code}")
         self.registry.kill()
@@ -171,8 +179,9 @@ class ChaosStack:
         values = {
             f"{name} {metric}": _value(page, f"pdserve_{metric}") for name, page in pages.items() for metric in HELD
         }
-        in_flight = re.findall(r"^pdserve_router_in_flight\S* (\S+)$", await self.router.metrics(), re.MULTILINE)
-        values["router in_flight"] = sum(map(float, in_flight))
+        for router in self.routers:
+            in_flight = re.findall(r"^pdserve_router_in_flight\S* (\S+)$", await router.metrics(), re.MULTILINE)
+            values[f"{router.name} in_flight"] = sum(map(float, in_flight))
         return {name: value for name, value in values.items() if value}
 
     async def _violations(self, pod: Member) -> float:
@@ -181,7 +190,7 @@ class ChaosStack:
     def logged_errors(self) -> list[str]:
         """Lines at level error, and tracebacks: nothing that chaos does is a bug."""
         suspicious = re.compile(r"^\S+ [EC] |^Traceback|never retrieved|was never awaited|exception ignored", re.I)
-        logs = {member.name: member.log for member in (*self.pods, self.router)}
+        logs = {member.name: member.log for member in self.members}
         return [
             f"{name}: {line}"
             for name, log in logs.items()
@@ -197,10 +206,11 @@ def _value(page: str, metric: str) -> float:
 
 
 @asynccontextmanager
-async def running(num_prefill: int, num_decode: int, pod: Flags) -> AsyncIterator[ChaosStack]:
+async def running(num_prefill: int, num_decode: int, pod: Flags, num_routers: int = 1) -> AsyncIterator[ChaosStack]:
     """Everything is killed at the end, whatever state it is in."""
     with TemporaryDirectory(prefix="pd-chaos-") as directory:
-        stack = ChaosStack(Path(directory), num_prefill=num_prefill, num_decode=num_decode, pod=pod)
+        counts = {"num_prefill": num_prefill, "num_decode": num_decode, "num_routers": num_routers}
+        stack = ChaosStack(Path(directory), pod=pod, **counts)
         try:
             await stack.start()
             yield stack

@@ -47,7 +47,7 @@ async def test_hundreds_of_requests_later_the_stack_takes_no_more_than_before() 
 async def soak(stack: ChaosStack, seed: str) -> None:
     problems: list[str] = []
     cases = (draw_case(seed, number, 1024) for number in range(SOAK_REQUESTS))
-    async with RouterClient(stack.router.ready["address"]) as client:
+    async with RouterClient(stack.routers[0].ready["address"]) as client:
 
         async def ask() -> None:
             for case in cases:
@@ -58,7 +58,7 @@ async def soak(stack: ChaosStack, seed: str) -> None:
 
 
 def footprints(stack: ChaosStack) -> dict[str, Footprint]:
-    return {member.name: member.footprint() for member in (stack.router, *stack.pods)}
+    return {member.name: member.footprint() for member in stack.members}
 
 
 async def num_keys(stack: ChaosStack) -> int:

@@ -1,0 +1,185 @@
+"""Failure classes of docs/failures.md that only the whole system shows: pods in this process, or killed for real."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.paths import ROOT
+from pod.pod import Pod
+from proto import inference_pb2 as pb
+from proto.errors import PodUnavailable
+from router.attempt import Attempt
+from router.client import RouterClient
+from router.lifecycle import State
+from router.request import Request
+from tests.router.support import Outcome, Stack, long_running, on_entering, prompt_of, running_stack, tokens_request
+from tests.router.test_end_to_end import assert_right
+from tests.system.chaos_stack import ChaosStack, running
+
+SLOW: dict[str, object] = {"fake_step_s": 0.003}
+
+
+def decode_pod_of(stack: Stack, request: Request) -> Pod:
+    """Where the present attempt decodes or is going to."""
+    assert request._attempt is not None, "it was placed"
+    name = request._attempt.placement.decode.pod.pod_id
+    return next(pod for pod in stack.pods.pods if pod.plan.pod_id == name)
+
+
+async def test_3_a_refused_start_frees_the_prefill_pod_at_once(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The credit is gone when the hand-off comes. The lease would last 10 s, twice as long as `assert_idle` waits."""
+    async with running_stack(registry_url, tmp_path) as stack:
+        original = Attempt.start
+        refused: list[str] = []
+
+        async def start(self: Attempt) -> None:
+            if not refused:
+                refused.append(self.sequence_id)
+                await self.placement.decode.abort(self.sequence_id)
+            await original(self)
+
+        monkeypatch.setattr(Attempt, "start", start)
+        request = long_running(100, 10)
+        outcome = await stack.generate(request)
+        assert_right(outcome, request)
+        first, second = outcome.ledger.attempts
+        assert first.failure.startswith("transfer_failed"), "credits and leases that expire are nobody's fault"
+        assert (first.prefill_pod, first.decode_pod) == (second.prefill_pod, second.decode_pod)
+        await stack.pods.assert_idle()
+
+
+@pytest.mark.parametrize(
+    "state", [State.RESERVING, State.PREFILLING, State.HANDING_OFF, State.TRANSFERRING, State.STARTING]
+)
+async def test_12_a_decode_pod_dies_before_its_first_token(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State
+) -> None:
+    prefill = 0 if state is State.STARTING else 1
+    async with running_stack(registry_url, tmp_path, prefill=prefill, decode=2, pod=SLOW) as stack:
+        kills: list[asyncio.Task[None]] = []
+
+        def kill(request: Request) -> None:
+            kills.append(asyncio.create_task(stack.pods.kill(decode_pod_of(stack, request))))
+
+        on_entering(monkeypatch, state, kill)
+        request = long_running(60, 20)
+        assert_right(await stack.generate(request), request)
+        await asyncio.gather(*kills)
+        assert len(kills) == 1
+        await stack.pods.assert_idle()
+
+
+async def test_12_a_decode_pod_dies_with_one_token_to_go(registry_url: str, tmp_path: Path) -> None:
+    async with running_stack(registry_url, tmp_path, decode=2, pod={"fake_step_s": 0.02}) as stack:
+        request, outcome = long_running(50, 30), Outcome()
+        kill: asyncio.Task[None] | None = None
+        async for response in stack.client.generate(request):
+            outcome.responses.append(response)
+            if kill is None and len(outcome.token_ids) >= 29:
+                ((served, _),) = stack.router.requests.live()
+                kill = asyncio.create_task(stack.pods.kill(decode_pod_of(stack, served)))
+        assert kill is not None
+        await kill
+        assert_right(outcome, request)
+
+
+async def test_12_a_killed_router_ends_streams_with_an_error_and_pods_come_to_rest() -> None:
+    async with running(num_prefill=1, num_decode=1, pod={"num_blocks": 64, "fake_step_s": 0.005}) as stack:
+        request, outcome = long_running(100, 800), Outcome()
+        with pytest.raises(PodUnavailable):
+            await generate_and_kill(stack, request, outcome)
+        assert not any(response.finish_reason for response in outcome.responses)
+        await stack.routers[0].kill()
+        await stack.routers[0].start()
+        async with RouterClient(stack.routers[0].ready["address"]) as client:
+            again = Outcome([response async for response in client.generate(long_running(100, 20))])
+        assert_right(again, long_running(100, 20))
+        assert await stack.idle_problems() + await stack.stop() == []
+
+
+async def generate_and_kill(stack: ChaosStack, request: pb.GenerateRequest, outcome: Outcome) -> None:
+    """The router is killed after five responses."""
+    async with RouterClient(stack.routers[0].ready["address"]) as client:
+        async for response in client.generate(request):
+            outcome.responses.append(response)
+            if len(outcome.responses) == 5:
+                stack.routers[0].send(signal.SIGKILL)
+
+
+def everything_but_timing(outcome: Outcome) -> tuple[Any, ...]:
+    """Cached tokens depend on the path by nature."""
+    tokens = [
+        (token.token_id, token.logprob, [(top.token_id, top.logprob) for top in token.top_logprobs])
+        for response in outcome.responses
+        for token in response.tokens
+    ]
+    usage = outcome.last.usage
+    ended = outcome.last.finish_reason, outcome.last.stop_match, usage.prompt_tokens, usage.completion_tokens
+    return tokens, outcome.text, ended
+
+
+async def test_18_every_path_gives_the_same_answer(registry_url: str, tmp_path: Path) -> None:
+    """Colocated, pulled, with a prefix hit on both pods, preempted, and replayed after the decode pod's death."""
+    request = tokens_request(
+        prompt_of(60), temperature=0.9, seed=5, max_tokens=60, min_tokens=60, logprobs=3, presence_penalty=1.0
+    )
+    answers = {}
+    async with running_stack(registry_url, tmp_path / "alone", prefill=0) as stack:
+        answers["colocated"] = await stack.generate(request)
+    async with running_stack(registry_url, tmp_path / "pair") as stack:
+        answers["pulled"] = await stack.generate(request)
+        answers["cached"] = await stack.generate(request)
+        assert answers["cached"].last.usage.cached_tokens > 0
+    async with running_stack(registry_url, tmp_path / "tiny", pod={"num_blocks": 10} | SLOW) as stack:
+        rivals = [stack.generate(long_running(20, 80, seed)) for seed in range(3)]
+        answers["preempted"], *others = await asyncio.gather(stack.generate(request), *rivals)
+        assert sum(o.ledger.num_preemptions for o in (answers["preempted"], *others)) > 0
+    answers["replayed"] = await with_a_death(registry_url, tmp_path / "death", request)
+    right = everything_but_timing(answers["colocated"])
+    for path, outcome in answers.items():
+        assert everything_but_timing(outcome) == right, path
+
+
+async def with_a_death(registry_url: str, directory: Path, request: pb.GenerateRequest) -> Outcome:
+    """The answer to `request`, whose decode pod is killed after 20 tokens."""
+    async with running_stack(registry_url, directory, decode=2, pod=SLOW) as stack:
+        outcome, kill = Outcome(), None
+        async for response in stack.client.generate(request):
+            outcome.responses.append(response)
+            if kill is None and len(outcome.token_ids) >= 20:
+                ((served, _),) = stack.router.requests.live()
+                kill = asyncio.create_task(stack.pods.kill(decode_pod_of(stack, served)))
+        assert kill is not None
+        await kill
+        assert len(outcome.ledger.attempts) == 2
+        return outcome
+
+
+async def test_26_a_fresh_pod_takes_part_before_its_second_heartbeat(registry_url: str, tmp_path: Path) -> None:
+    """Its first record is enough: the second one would come after a minute."""
+    async with running_stack(registry_url, tmp_path, prefill=0, decode=0) as stack:
+        request = long_running(10, 10)
+        waiting = asyncio.create_task(stack.generate(request))
+        await stack.pods.start("decode", heartbeat_interval_s=60)
+        await stack.pods.start("prefill", heartbeat_interval_s=60)
+        assert_right(await waiting, request)
+        await stack.until_pods(2)
+        outcome = await stack.generate(request)
+        assert [bool(attempt.prefill_pod) for attempt in outcome.ledger.attempts] == [True]
+
+
+def test_every_test_that_the_list_names_exists() -> None:
+    listed = (ROOT / "docs" / "failures.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", listed)
+    assert len(named) > 27, "one at least for every class"
+    missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
+    assert not missing
+    assert [int(number) for number in re.findall(r"^\| (\d+) \|", listed, re.MULTILINE)] == list(range(1, 28))
