@@ -28,6 +28,16 @@ from proto import common_pb2 as pb
 
 TRAILER = "pdserve-error-bin"
 
+# A status travels as HTTP/2 headers, of which peers take 8 KiB: message (each byte up to 3 there) and trailer together.
+MAX_MESSAGE_BYTES = 1024
+MAX_FIELD_BYTES = 256
+
+
+def clip(text: str, max_bytes: int) -> str:
+    """`text` if its UTF-8 fits, else its begin and an ellipsis. Errors quote what clients send, which has no bound."""
+    data = text.encode(errors="replace")
+    return text if len(data) <= max_bytes else data[: max_bytes - 3].decode(errors="ignore") + "..."
+
 
 class PdserveError(Exception):
     """Base of all errors that cross a process. `message` names the field, the value and what is allowed."""
@@ -36,9 +46,9 @@ class PdserveError(Exception):
     transfer_failure: ClassVar[pb.TransferFailure.ValueType] = pb.TRANSFER_FAILURE_UNSPECIFIED
 
     def __init__(self, message: str, *, field: str = "", retry_after_ms: int = 0, pod_id: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
+        self.message = clip(message, MAX_MESSAGE_BYTES)
+        self.field = clip(field, MAX_FIELD_BYTES)
+        super().__init__(self.message)
         self.retry_after_ms = retry_after_ms
         self.pod_id = pod_id
 

@@ -15,6 +15,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from proto.decoding import RefuseUndecodable
+
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 # Pings every 2 s find a dead link within 6 s; a reconnect is tried after 0.1 s so that a restarted peer is found soon.
@@ -51,7 +53,7 @@ class Server:
     """A grpc.aio server with health and reflection. Register servicers on `.grpc`, then `start()`."""
 
     def __init__(self, service_names: Iterable[str]) -> None:
-        self.grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        self.grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RefuseUndecodable()])
         self.port = 0
         self._health = health.aio.HealthServicer()
         self._names = tuple(service_names)
