@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pydantic_core import to_json
 
 from proto import common_pb2 as pb
-from proto.errors import NotFound, PdserveError
+from proto.errors import MAX_FIELD_BYTES, MAX_MESSAGE_BYTES, NotFound, PdserveError, clip
 
 _TYPES = {
     429: "rate_limit_error",
@@ -45,11 +45,11 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = clip(message, MAX_MESSAGE_BYTES)
         self.code = code
-        self.param = param
+        self.param = None if param is None else clip(param, MAX_FIELD_BYTES)
+        super().__init__(self.message)
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:

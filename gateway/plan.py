@@ -69,7 +69,7 @@ def plan_completion(body: CompletionBody, request_id: str) -> Plan:
     if body.echo and body.logprobs is not None:
         raise invalid("logprobs", "'logprobs' with 'echo' = true is not supported: prompt tokens get no logprobs")
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    prompts = [_prompt(prompt, echo=body.echo) for prompt in body.prompt]
+    prompts = [_prompt(prompt, echo=body.echo) for prompt in body.prompts]
     names = {"text": "prompt", "tokens.token_ids": "prompt", "tokens": "prompt"}
     return _plan(body, prompts, request_id, max_tokens, body.logprobs, names, echo=body.echo)
 

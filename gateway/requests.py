@@ -6,6 +6,7 @@ vocabulary are checked by the router, which knows the model and serves other cli
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, PlainValidator, Tag
@@ -20,6 +21,7 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = TypeAliasType("TokenIds", Annotated[list[TokenId], FailFast()])  # an alias, since FailFast is unhashable
 Number = Annotated[float, Field(allow_inf_nan=False)]
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # one spelling each, so that no two keys are one token
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
 
@@ -27,13 +29,10 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _prompts(value: Any) -> Any:
-    """The four forms of `prompt` as a list of prompts."""
+def _prompt_form(value: Any) -> str:
     if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value and isinstance(value[0], int):
-        return [value]
-    return value
+        return "<text>"
+    return "<ids>" if isinstance(value, list) and value and isinstance(value[0], int) else "<prompts>"
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -42,7 +41,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
         raise PydanticCustomError("dict_type", "must be an object of token ids and numbers")
     bias: dict[int, float] = {}
     for key, number in value.items():
-        if not key.isascii() or not key.isdigit() or int(key) >= 2**31:
+        if not _TOKEN_ID.fullmatch(key) or int(key) >= 2**31:
             raise PydanticCustomError(
                 "bias_key", 'key {key} must be a token id, such as "50256"', {"key": repr(key[:40])}
             )
@@ -120,6 +119,16 @@ class ChatBody(GenerationBody):
     top_logprobs: Int32 | None = None
 
 
+_Prompts = TypeAliasType(
+    "_Prompts",
+    Annotated[
+        list[Annotated[Annotated[str, Tag("<text>")] | Annotated[TokenIds, Tag("<list>")], Discriminator(_form)]],
+        FailFast(),
+        Field(min_length=1),
+    ],
+)
+
+
 class CompletionBody(GenerationBody):
     expected: ClassVar[dict[str, str]] = {
         **GenerationBody.expected,
@@ -127,10 +136,16 @@ class CompletionBody(GenerationBody):
     }
 
     prompt: Annotated[
-        list[Annotated[Annotated[str, Tag("<text>")] | Annotated[TokenIds, Tag("<list>")], Discriminator(_form)]],
-        FailFast(),
-        Field(min_length=1),
-        BeforeValidator(_prompts),
+        Annotated[str, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")] | Annotated[_Prompts, Tag("<prompts>")],
+        Discriminator(_prompt_form),
     ]
     echo: bool = False
     logprobs: Int32 | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The four forms of `prompt` as a list of prompts."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [part for part in self.prompt if isinstance(part, int)]
+        return [ids] if ids else [part for part in self.prompt if not isinstance(part, int)]

@@ -69,6 +69,8 @@ BOTH: list[tuple[str, Any, str, str]] = [
     ("logit_bias", {"a": 1}, "logit_bias", "token id"),
     ("logit_bias", {"-1": 1}, "logit_bias", "token id"),
     ("logit_bias", {"²": 1}, "logit_bias", "token id"),
+    ("logit_bias", {"007": 1}, "logit_bias", "token id"),
+    ("logit_bias", {"9" * 5000: 1}, "logit_bias", "token id"),
     ("logit_bias", {"1": 101}, "logit_bias", "[-100, 100]"),
     ("logit_bias", {"1": float("nan")}, "logit_bias", "[-100, 100]"),
     ("logit_bias", {"1": "5"}, "logit_bias", "number"),
@@ -93,8 +95,10 @@ COMPLETION_ONLY: list[tuple[str, Any, str, str]] = [
     ("prompt", [], "prompt", "empty"),
     ("prompt", ["a", 5], "prompt[1]", "list of token ids"),
     ("prompt", [[1], ["a"]], "prompt[1][0]", "list of token ids"),
-    ("prompt", [-1], "prompt[0][0]", "greater than or equal to 0"),
-    ("prompt", [2**31], "prompt[0][0]", "less than"),
+    ("prompt", [-1], "prompt[0]", "greater than or equal to 0"),
+    ("prompt", [1, 2**31], "prompt[1]", "less than"),
+    ("prompt", [1, "a"], "prompt[1]", "list of token ids"),
+    ("prompt", [[1], [1, -1]], "prompt[1][1]", "greater than or equal to 0"),
     ("prompt", ["a"] * 129, "prompt", "at most 128 choices"),
     ("echo", 1, "echo", "boolean"),
     ("logprobs", True, "logprobs", "integer"),
@@ -188,6 +192,18 @@ async def test_huge_lists_of_bad_values_are_described_by_the_first(app_client: h
         response = await app_client.post(COMPLETIONS, json=body)
         assert response.status_code == 400
         assert len(response.content) < 600
+
+
+async def test_an_error_quotes_no_more_than_a_kilobyte(app_client: httpx.AsyncClient) -> None:
+    long = "x" * 50_000
+    answers = [
+        await app_client.post(COMPLETIONS, json={"prompt": "a", long: 1}),
+        await app_client.get(f"/v1/{long}"),
+        await app_client.get(f"/v1/models/{long}"),
+    ]
+    for response in answers:
+        assert len(check_shape(response)["message"]) <= 1024
+        assert len(response.content) < 2048
 
 
 @pytest.mark.parametrize(
