@@ -133,8 +133,13 @@ def _check_ranges(sampling: common_pb2.SamplingParams) -> None:
             continue
         value = getattr(sampling, name)
         if not (math.isfinite(value) and (low <= value if closed else low < value) and value <= high):
-            upper = f"{high:g}]" if math.isfinite(high) else "infinity)"
-            raise invalid(f"sampling.{name}", value, f"must be in {'[' if closed else '('}{low:g}, {upper}")
+            raise invalid(f"sampling.{name}", value, _allowed(low, high, closed))
+
+
+def _allowed(low: float, high: float, closed: bool) -> str:
+    if not math.isfinite(high):
+        return f"must be a finite number, {'at least' if closed else 'more than'} {low:g}"
+    return f"must be in {'[' if closed else '('}{low:g}, {high:g}]"
 
 
 def _check_stop(sampling: common_pb2.SamplingParams) -> None:

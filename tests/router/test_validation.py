@@ -39,7 +39,7 @@ def resolved(
 
 
 BAD_SAMPLING: list[tuple[dict[str, Any], str, str]] = [
-    ({"temperature": NAN}, "sampling.temperature", r"temperature = nan: must be in \[0, infinity\)"),
+    ({"temperature": NAN}, "sampling.temperature", "temperature = nan: must be a finite number, at least 0"),
     ({"temperature": INF}, "sampling.temperature", "= inf"),
     ({"temperature": -0.1}, "sampling.temperature", "= -0.1"),
     ({"top_p": 0.0}, "sampling.top_p", r"must be in \(0, 1\]"),
@@ -47,10 +47,10 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str, str]] = [
     ({"top_p": NAN}, "sampling.top_p", "= nan"),
     ({"top_k": -1}, "sampling.top_k", "= -1"),
     ({"min_p": 1.1}, "sampling.min_p", r"must be in \[0, 1\]"),
-    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty", r"must be in \(0, infinity\)"),
+    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty", "must be a finite number, more than 0"),
     ({"presence_penalty": 2.1}, "sampling.presence_penalty", r"\[-2, 2\]"),
     ({"frequency_penalty": -2.1}, "sampling.frequency_penalty", r"\[-2, 2\]"),
-    ({"max_tokens": 0}, "sampling.max_tokens", r"= 0: must be in \[1, infinity\)"),
+    ({"max_tokens": 0}, "sampling.max_tokens", "= 0: must be a finite number, at least 1"),
     ({"max_tokens": -5}, "sampling.max_tokens", "= -5"),
     ({"min_tokens": -1}, "sampling.min_tokens", "= -1"),
     ({"logprobs": 21}, "sampling.logprobs", r"= 21: must be in \[0, 20\]"),
