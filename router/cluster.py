@@ -27,6 +27,7 @@ from router.snapshot import DECODE, Correction, PodKey, PodView, Snapshot
 from router.wait_queue import QueueFull, WaitQueue
 
 QUEUE_RETRY_MS = 1000
+TIMER_MARGIN_S = 0.002  # a timer may be early by a clock's tick
 CLOSE_S = 2.0  # how long pods may take to answer what they are told at the end
 
 
@@ -121,6 +122,10 @@ class Cluster:
             raise tries.error(f"waited {wait_s:.1f} s: ") from None
         except QueueFull:
             raise tries.error(f"{self.num_waiting} requests are waiting: ") from None
+
+    def pump_in(self, seconds: float) -> None:
+        """Gives waiters a try then: for some of them a pod is out of bounds until that time, and nothing else tells."""
+        asyncio.get_running_loop().call_later(seconds + TIMER_MARGIN_S, self._queue.pump)
 
     def decide(self, request: RoutingRequest) -> RoutingDecision | Refusal:
         return decide(request, self.snapshot(), self.prefixes, self._rng, self._clock())

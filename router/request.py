@@ -270,6 +270,7 @@ class Request:
         decision = self._attempt.placement.decision
         if not self._retries.should_retry(self.state, error, decision, now):
             raise error
+        self._services.cluster.pump_in(self._retries.pause_s)
         log.warning("request %s, %s: %s; trying again", self.id, self.state.value, error)
         self._ledger.account(_STAGE[self.state], now)
         self._ledger.fail_attempt(f"{outcome_of(error)}: {error.message}")

@@ -10,7 +10,7 @@ from router.snapshot import PodKey
 
 MAX_FAILURES = 5  # attempts; a pod that was merely full does not count
 MAX_BUGS = 2  # of them internal errors: a request that breaks engines must not visit them all
-BUSY_S = 0.2  # for so long a pod that had no room is not asked again
+BUSY_S = 0.2  # for so long a pod that had no room is not asked again; one that failed, twice as long each time
 DEADLINE_MARGIN_S = 0.05  # before the client's own timer, so that it hears why
 
 
@@ -19,6 +19,7 @@ class Retries:
 
     def __init__(self, queue_wait_s: float, deadline: float | None) -> None:
         self.avoid: frozenset[PodKey] = frozenset()
+        self.pause_s = 0.0  # for which the pod of the last failure is left alone; 0: nobody was to blame
         self._queue_wait_s = queue_wait_s
         self._deadline = deadline
         self._num_failures = 0
@@ -44,15 +45,22 @@ class Retries:
     def should_retry(self, state: State, error: PdserveError, decision: RoutingDecision, now: float) -> bool:
         """Records that an attempt with `decision` ended in `state` with `error`."""
         verdict = judge(state, error)
+        self.pause_s = 0.0
         if (busy := _key(verdict.busy, decision)) is not None:
-            self._busy[busy] = now + BUSY_S
+            self._leave_alone(busy, BUSY_S, now)
             return True
         if (avoid := _key(verdict.avoid, decision)) is not None:
             self.avoid |= {avoid}
+            self._leave_alone(avoid, BUSY_S * 2**self._num_failures, now)
         self._num_failures += 1
         self._num_bugs += isinstance(error, InternalError)
         self._last_failure = error
         return verdict.retry and self._num_failures < MAX_FAILURES and self._num_bugs < MAX_BUGS
+
+    def _leave_alone(self, key: PodKey, pause_s: float, now: float) -> None:
+        """A pod that fails at once must not use up all attempts before anything can have changed."""
+        self.pause_s = pause_s
+        self._busy[key] = now + pause_s
 
     def explain(self, refusal: PdserveError) -> PdserveError:
         """What the client is told when no pod was found: a replay fails for what happened before, not for the queue."""

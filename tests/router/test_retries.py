@@ -77,6 +77,24 @@ def test_a_full_pod_is_left_alone_for_a_moment_and_not_counted() -> None:
     assert retries.avoid == frozenset()
 
 
+def test_a_pod_that_failed_is_left_alone_for_longer_each_time() -> None:
+    """Refusals that take no time must leave time for another pod to be seen."""
+    retries, now = Retries(5.0, None), 10.0
+    for pause_s in (0.2, 0.4, 0.8, 1.6):
+        assert retries.should_retry(State.RESERVING, PodUnavailable("draining"), DECISION, now)
+        assert retries.pause_s == pytest.approx(pause_s)
+        assert retries.busy(now + pause_s - 0.01) == {D}
+        now += pause_s + 0.01
+        assert retries.busy(now) == frozenset()
+
+
+def test_nobody_is_left_alone_for_what_was_nobody_s_fault() -> None:
+    retries = Retries(5.0, None)
+    retries.should_retry(State.RESERVING, Overloaded("x"), DECISION, 0.0)
+    retries.should_retry(State.TRANSFERRING, LeaseExpired("x"), DECISION, 1.0)
+    assert (retries.pause_s, retries.busy(1.0)) == (0.0, frozenset())
+
+
 def test_decode_only_has_no_prefill_pod_to_blame() -> None:
     retries = Retries(5.0, None)
     alone = replace(DECISION, prefill_pod=None)

@@ -91,10 +91,12 @@ class Member:
         if self.alive:
             self.process.kill()
         if self._process is not None:
-            await self._process.wait()
+            await self._process.communicate()  # to the end of its pipe, so that nothing of it is left here either
 
     async def ended(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), STOP_S)
+        await asyncio.wait_for(self.process.communicate(), STOP_S)
+        assert self.process.returncode is not None, "communicate() waits for the end"
+        return self.process.returncode
 
     async def metrics(self) -> str:
         return await scrape(self.ready["metrics"])

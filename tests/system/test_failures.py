@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import signal
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import Any
 
 import pytest
 
+from decode_service.servicer import DecodeService
 from pdserve.paths import ROOT
 from pod.pod import Pod
 from proto import inference_pb2 as pb
-from proto.errors import PodUnavailable
+from proto.errors import Overloaded, PodUnavailable
 from router.attempt import Attempt
 from router.client import RouterClient
 from router.lifecycle import State
 from router.request import Request
 from tests.router.support import Outcome, Stack, long_running, on_entering, prompt_of, running_stack, tokens_request
 from tests.router.test_end_to_end import assert_right
+from tests.support.polling import until
+from tests.support.registry import RegistryServer
 from tests.system.chaos_stack import ChaosStack, running
 
 SLOW: dict[str, object] = {"fake_step_s": 0.003}
@@ -112,6 +116,45 @@ async def generate_and_kill(stack: ChaosStack, request: pb.GenerateRequest, outc
             outcome.responses.append(response)
             if len(outcome.responses) == 5:
                 stack.routers[0].send(signal.SIGKILL)
+
+
+async def test_17_the_only_decode_pod_drains_before_its_successor_is_there(registry_url: str, tmp_path: Path) -> None:
+    """It refuses at once, and the router does not know why yet: that must not cost a request all its attempts."""
+    async with running_stack(registry_url, tmp_path, prefill=0) as stack:
+        (leaving,) = stack.pods.pods
+        leaving.role.begin_drain()
+        request = long_running(20, 20)
+        answer = asyncio.create_task(stack.generate(request))
+        await until(lambda: any(served.ledger().attempts for served, _ in stack.router.requests.live()))
+        await stack.pods.start("decode")
+        outcome = await answer
+        assert_right(outcome, request)
+        assert outcome.ledger.attempts[-1].decode_pod != leaving.plan.pod_id
+
+
+async def test_24_a_pod_that_was_full_is_asked_again_without_a_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time alone makes it eligible again: no poll, no heartbeat and no other request's end says so."""
+    original, refusals = DecodeService._check_open, itertools.count()
+
+    def check_open(self: DecodeService) -> None:
+        if next(refusals) == 0:
+            raise Overloaded("full")
+        original(self)
+
+    monkeypatch.setattr(DecodeService, "_check_open", check_open)
+    registry = RegistryServer()
+    registry.start()
+    try:
+        async with running_stack(registry.url, tmp_path, prefill=0) as stack:
+            registry.kill()
+            request = long_running(20, 20)
+            outcome = await stack.generate(request)
+            assert_right(outcome, request)
+            assert [bool(attempt.failure) for attempt in outcome.ledger.attempts] == [True, False]
+    finally:
+        registry.kill()
 
 
 def everything_but_timing(outcome: Outcome) -> tuple[Any, ...]:
