@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,6 +155,31 @@ async def test_nothing_survives_a_launcher_that_was_killed(run_dir: Path) -> Non
         assert await token_ids(launched, "AB", 3) == [197, 276, 356]
         launched.process.kill()
         assert await gone(children)
+
+
+async def test_the_readmes_examples_run() -> None:
+    readme = (ROOT / "README.md").read_text()
+    programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    bodies = re.findall(r"curl .*? -d '(.*?)'", readme, re.DOTALL)
+    assert (len(programs), len(bodies)) == (2, 1)
+    async with up() as launched:
+        http, router = launched.endpoints["OpenAI HTTP"], launched.endpoints["router gRPC"].split()[0]
+        for program in programs:
+            here = program.replace("http://127.0.0.1:8000/v1", http).replace("127.0.0.1:50051", router)
+            assert await printed(here.replace("smollm2-135m-instruct", "fake"))
+        async with httpx.AsyncClient(base_url=http) as client:
+            answer = await client.post("/chat/completions", json={**json.loads(bodies[0]), "model": "fake"})
+        assert answer.status_code == 200
+        assert "data: [DONE]" in answer.text
+
+
+async def printed(program: str) -> bytes:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return out
 
 
 async def test_a_childs_wrong_setting_is_one_line(tmp_path: Path) -> None:
