@@ -110,12 +110,10 @@ async def run_round(seed: int, num_requests: int = NUM_REQUESTS, keep_logs: Path
     cases = (draw_case(str(seed), number, shape.capacity) for number in range(num_requests))
     async with running(shape.num_prefill, shape.num_decode, shape.pod, shape.num_routers) as stack:
         monkey = Monkey(stack, Random(f"{seed}/faults"), progress, report)
-        breaking = asyncio.create_task(monkey.run(done))
-        try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(monkey.run(done))
             await Clients(stack, monkey, progress, report).run(cases)
-        finally:
             done.set()
-            await breaking
         report.problems += await stack.idle_problems()
         report.problems += await stack.stop()
         report.problems += stack.logged_errors()

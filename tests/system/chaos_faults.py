@@ -62,7 +62,7 @@ class Monkey:
         self._sound = set(stack.pods)
         self._registry_up = asyncio.Event()
         self._registry_up.set()
-        self._mending: set[asyncio.Task[None]] = set()
+        self._num_mending = 0
         self.router_deaths: Counter[Member] = Counter()
         self.router_up = {router: asyncio.Event() for router in stack.routers}
         for up in self.router_up.values():
@@ -78,21 +78,18 @@ class Monkey:
         }
 
     async def run(self, done: asyncio.Event) -> None:
-        """Faults until `done`; returns when all is mended."""
-        while not done.is_set():
-            await self._progress.more(self._rng.randrange(10, 250), QUIET_S)
-            if len(self._mending) < MAX_FAULTS_AT_ONCE and not done.is_set():
-                fault = self._rng.choices(list(self._faults), list(self._faults.values()))[0]
-                task = asyncio.create_task(self._mend_after(fault))
-                self._mending.add(task)
-                task.add_done_callback(self._mending.discard)
-        await asyncio.gather(*self._mending)
+        """Faults until `done`; returns when all is mended. What cannot be mended ends it with an ExceptionGroup."""
+        async with asyncio.TaskGroup() as mending:
+            while not done.is_set():
+                await self._progress.more(self._rng.randrange(10, 250), QUIET_S)
+                if self._num_mending < MAX_FAULTS_AT_ONCE and not done.is_set():
+                    fault = self._rng.choices(list(self._faults), list(self._faults.values()))[0]
+                    mending.create_task(self._mend_after(fault))
 
     async def _mend_after(self, fault: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await fault()
-        except Exception as error:  # noqa: BLE001 - reported with the round's other problems
-            self._report.problems.append(f"{fault.__name__}: {type(error).__name__}: {error}")
+        self._num_mending += 1
+        await fault()
+        self._num_mending -= 1
 
     def _victim(self) -> Member | None:
         """A sound pod; never the last sound decode pod."""
