@@ -5,6 +5,11 @@ Exit codes: 0 success, 1 failure, 2 a wrong setting or an unfit machine (one lin
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() runs: nobody wants the traceback of an import
+
 import importlib
 import sys
 from collections.abc import Sequence
@@ -62,4 +67,5 @@ def fail(error: Exception, code: int) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     raise SystemExit(main(sys.argv[1:]))

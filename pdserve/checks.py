@@ -101,6 +101,12 @@ def check_port(name: str, host: str, port: int, flag: str) -> Check:
     return Check(name, f"{host}:{port} is free" if port else f"{host}, any free port")
 
 
+def check_ports_differ(port: int, router_port: int) -> Check:
+    if port == router_port != 0:
+        return Check("ports", f"--port and --router-port are both {port}", "pass two different ones (0: a free one)")
+    return Check("ports", "differ")
+
+
 def check_registry_binary() -> Check:
     try:
         return Check("registry", str(registry_binary()))

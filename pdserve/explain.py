@@ -9,6 +9,7 @@ from rich.console import Console
 from pdserve import ledger
 from pdserve.settings import ExplainSettings
 from proto import inference_pb2 as pb
+from proto.errors import PodUnavailable
 from router.client import RouterClient
 
 
@@ -20,4 +21,9 @@ def main(settings: ExplainSettings) -> int:
 
 async def _timeline(settings: ExplainSettings) -> pb.Ledger:
     async with RouterClient(settings.router) as router:
-        return await router.timeline(settings.request_id)
+        try:
+            return await router.timeline(settings.request_id)
+        except PodUnavailable:
+            raise PodUnavailable(
+                f"no router answers at {settings.router}: start one (`up`), or name it: --router"
+            ) from None

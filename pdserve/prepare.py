@@ -25,6 +25,7 @@ def prepare(settings: StackSettings, run_dir: Path, reporter: Reporter) -> Plan:
     if settings.registry_url:
         require(checks.check_registry(settings.registry_url))
     require(
+        checks.check_ports_differ(settings.port, settings.router_port),
         checks.check_port("port", settings.host, settings.port, "--port"),
         checks.check_port("router port", settings.host, settings.router_port, "--router-port"),
     )

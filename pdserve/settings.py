@@ -29,13 +29,15 @@ class StackSettings(Settings):
     prefill: int = Field(1, ge=0, le=64, description="number of prefill pods")
     decode: int = Field(1, ge=1, le=64, description="number of decode pods")
     colocated: bool = Field(False, description="no prefill pods: decode pods compute their prompts themselves")
-    model: str = Field(DEFAULT_MODEL, description="a known model name, a Hugging Face directory or a GGUF file")
+    model: str = Field(
+        DEFAULT_MODEL, min_length=1, description="a known model name, a Hugging Face directory or a GGUF file"
+    )
     served_model_name: str = Field("", description="the model's name in the APIs; empty: its own")
     engine: Literal["torch", "fake"] = Field(
         "torch", description="fake needs no model; its answers can be computed by hand"
     )
     dtype: Literal["auto", "float32", "bfloat16"] | None = Field(None, description="auto: bfloat16 where it is native")
-    kv_memory: ByteSize | None = Field(None, description="KV cache of each pod, such as 512MiB")
+    kv_memory: ByteSize | None = Field(None, gt=0, description="KV cache of each pod, such as 512MiB")
     max_num_seqs: int | None = Field(None, ge=1, description="sequences a pod runs at once")
     max_batched_tokens: int | None = Field(None, ge=1, description="tokens a pod computes in one step")
     num_threads: int | None = Field(
@@ -75,7 +77,7 @@ class DemoSettings(StackSettings):
 
     port: Port = Field(0, description="OpenAI HTTP; 0: a free port")
     router_port: Port = Field(0, description="router gRPC; 0: a free port")
-    kv_memory: ByteSize | None = Field(ByteSize(256 << 20), description="KV cache of each pod, such as 512MiB")
+    kv_memory: ByteSize | None = Field(ByteSize(256 << 20), gt=0, description="KV cache of each pod, such as 512MiB")
     prompt: str = Field("Why is the sky blue? Answer in a few sentences.", min_length=1, description="what to ask")
     max_tokens: int = Field(160, ge=1, description="longest answer")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
@@ -101,7 +103,7 @@ class ModelSettings(Settings):
     model_config = SettingsConfigDict(cli_prog_name="python -m pdserve model")
 
     model: CliPositionalArg[str] = Field(
-        DEFAULT_MODEL, description="a known name, a Hugging Face directory or a GGUF file"
+        DEFAULT_MODEL, min_length=1, description="a known name, a Hugging Face directory or a GGUF file"
     )
 
 
@@ -111,7 +113,7 @@ class DoctorSettings(Settings):
     section: ClassVar[str] = "doctor"
     model_config = SettingsConfigDict(cli_prog_name="python -m pdserve doctor")
 
-    model: str = Field(DEFAULT_MODEL, description="the model that is to run")
+    model: str = Field(DEFAULT_MODEL, min_length=1, description="the model that is to run")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: Port = Field(HTTP_PORT, description="OpenAI HTTP")
     router_port: Port = Field(ROUTER_PORT, description="router gRPC")

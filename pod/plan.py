@@ -100,6 +100,8 @@ def _num_blocks(settings: PodSettings, model: ModelInfo, layout: KVLayout, free_
     enough = settings.max_num_seqs * -(-model.max_model_len // layout.block_size)
     auto_bytes = min(AUTO_KV_BYTES, int(AUTO_KV_SHARE * max(0, free_bytes)), enough * block_bytes)
     num_blocks = settings.num_blocks or (settings.kv_memory_bytes or auto_bytes) // block_bytes
+    if settings.kv_memory_bytes and num_blocks < 1:
+        raise StartupError(f"KV memory of {settings.kv_memory_bytes} bytes: one block alone takes {block_bytes}")
     if num_blocks < 1 or num_blocks * block_bytes > free_bytes:
         raise StartupError(
             f"too little memory: {max(1, num_blocks) * block_bytes / 2**20:.0f} MiB of KV blocks do not fit into the "

@@ -15,7 +15,10 @@ from typing import Any, ClassVar, Self
 
 import yaml
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+
+# Of all processes, since they share a file: a misspelt section would otherwise be ignored by each of them.
+SECTIONS = ("pdserve", "pod", "router", "gateway", "explain", "model", "doctor")
 
 
 class ConfigError(Exception):
@@ -33,6 +36,8 @@ class Settings(BaseSettings):
         env_prefix="PDSERVE_",
         cli_kebab_case=True,
         cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
         protected_namespaces=(),
     )
 
@@ -55,6 +60,8 @@ class Settings(BaseSettings):
             return CliApp.run(cls, cli_args=rest, **read_section(config, cls.section))
         except ValidationError as error:
             raise ConfigError("; ".join(describe(e) for e in error.errors())) from None
+        except SettingsError as error:
+            raise ConfigError(f"{str(error).removeprefix('error parsing CLI: ')}; --help lists the options") from None
 
 
 def split_config(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -72,14 +79,18 @@ def read_section(file: Path | str | None, section: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(file).read_text()) or {}
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file}: {error}") from None
-    values = content.get(section) or {} if isinstance(content, dict) else None
-    if not isinstance(values, dict):
+        raise ConfigError(f"--config {file}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or not isinstance(values := content.get(section) or {}, dict):
         raise ConfigError(f"--config {file}: expected a mapping of sections, each a mapping of settings")
+    if unknown := [repr(name) for name in content if name not in SECTIONS]:
+        raise ConfigError(f"--config {file}: unknown section {', '.join(unknown)}: known are {', '.join(SECTIONS)}")
     return values
 
 
 def describe(error: Any) -> str:
     """One pydantic error as `setting 'port' = 70000: Input should be less than 65536`."""
     name = ".".join(str(part) for part in error["loc"])
-    return f"setting {name!r} = {error['input']!r}: {error['msg']}"
+    if error["type"] == "missing":
+        return f"setting {name!r} is required"
+    complaint = "no such setting" if error["type"] == "extra_forbidden" else error["msg"]
+    return f"setting {name!r} = {error['input']!r}: {complaint}"

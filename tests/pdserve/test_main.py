@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from gateway.settings import GatewaySettings
 from pdserve import doctor
 from pdserve.__main__ import COMMANDS, main
 from pdserve.checks import Check
 from pdserve.settings import DoctorSettings
+from pod.settings import PodSettings
+from proto.settings import SECTIONS, Settings
+from router.settings import RouterSettings
 
 
 def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +40,11 @@ def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--model", "no-such-model"], ["'no-such-model'", "known names"]),
         (["up", "--registry-url", "redis://127.0.0.1:1/0"], ["registry", "does not answer"]),
         (["up", "--engine", "fake", "--run-dir", "/tmp/" + "x" * 90], ["--run-dir", "at most"]),
+        (["up", "--model", ""], ["'model'", "at least 1 character"]),
+        (["up", "--prefil", "1"], ["unrecognized arguments: --prefil 1", "--help"]),
+        (["up", "--kv-memory", "0"], ["'kv_memory'", "greater than 0"]),
+        (["up", "--kv-memory", "-5MiB"], ["--kv-memory", "--help"]),
+        (["up", "--engine", "fake", "--port", "9", "--router-port", "9"], ["--port and --router-port are both 9"]),
         (["model", "no-such-model"], ["'no-such-model'", "known names"]),
         (["demo", "--prompt", ""], ["'prompt'", "at least 1 character"]),
     ],
@@ -50,10 +62,28 @@ def test_wrong_settings(
     assert all(word in captured.err for word in words), captured.err
 
 
-def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["up", "--prefil", "1"])
-    assert caught.value.code == 2
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("podd: {block_size: 32}", ["unknown section 'podd'", "known are pdserve, pod, router"]),
+        ("- 1\n- 2", ["mapping of sections"]),
+        ("pdserve: 5", ["mapping of settings"]),
+        ("pdserve: [1,\n  2", ["expected ',' or ']'", "line 2"]),
+        ("pdserve: {prefil: 2}", ["'prefil' = 2", "no such setting"]),
+    ],
+)
+def test_wrong_files(tmp_path: Path, content: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "pdserve.yaml"
+    file.write_text(content)
+    assert main(["up", "--config", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert all(word in err for word in words), err
+
+
+def test_sections_are_those_of_the_processes() -> None:
+    loaded: set[type[Settings]] = {GatewaySettings, PodSettings, RouterSettings, *COMMANDS.values()}
+    assert {cls.section for cls in loaded} == set(SECTIONS)
 
 
 def test_a_taken_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +105,7 @@ def test_file_and_environment_are_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_explain_without_a_router(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--router", "127.0.0.1:1"]) == 1
-    assert capsys.readouterr().err.startswith("error: UNAVAILABLE")
+    assert capsys.readouterr().err.startswith("error: no router answers at 127.0.0.1:1: start one")
 
 
 def test_doctor_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,3 +120,24 @@ def test_doctor_checks_every_need() -> None:
     names = [check.name for check in doctor.machine_checks(DoctorSettings.load(["--port", "0", "--router-port", "0"]))]
     wanted = ["python", "import names", "compiler", "cpu", "shared memory", "registry", "port", "router port"]
     assert names == wanted
+
+
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "pdserve.settings":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["pdserve", "--help"]
+runpy.run_module("pdserve", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback() -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGINT
+    assert (ended.stdout, ended.stderr) == ("", "")

@@ -132,9 +132,15 @@ def test_the_cache_s_size_can_be_given_in_bytes() -> None:
     assert resolved(model="fake", kv_memory_bytes=10_000).num_blocks == 10_000 // 256
 
 
-@pytest.mark.parametrize("settings", [{"kv_memory_bytes": 100}, {"num_blocks": 10**9}])
-def test_a_cache_that_cannot_be_is_refused(settings: dict[str, int]) -> None:
-    with pytest.raises(StartupError, match=r"too little memory.*--kv-memory-bytes"):
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_memory_bytes": 100}, "KV memory of 100 bytes: one block alone takes 256"),
+        ({"num_blocks": 10**9}, r"too little memory.*--kv-memory-bytes"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(settings: dict[str, int], words: str) -> None:
+    with pytest.raises(StartupError, match=words):
         resolved(model="fake", **settings)
 
 
