@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,7 +65,8 @@ class HFTokenizer:
         from transformers import PreTrainedTokenizerFast  # noqa: PLC0415  # seconds; the fake needs none of it
 
         try:
-            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+            # No length of its own, of which it would warn in the log: the limit is the pods', and is checked.
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory), model_max_length=sys.maxsize)
         except (OSError, ValueError) as error:
             raise ModelError(f"model: cannot load the tokenizer of {directory}: {error}") from None
         added = self._tokenizer.added_tokens_decoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,21 @@ def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
     wordpiece.decoder = decoders.WordPiece()
     with pytest.raises(ModelError, match=r"decoder \['WordPiece'\]"):
         load_tokenizer(str(save(tmp_path / "wp", wordpiece)))
+
+
+def test_a_prompt_beyond_the_tokenizer_s_own_length_is_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = save(tmp_path / "short", byte_level())
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": 4}))
+    library = logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    try:
+        assert len(HFTokenizer(directory).encode("hello world" * 5)) > 4
+    finally:
+        library.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def test_the_fake_tokenizer() -> None:
