@@ -3,11 +3,14 @@ and the documents tell of commands that exist."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from packaging.utils import canonicalize_name
@@ -167,3 +170,24 @@ def test_nothing_tracked_names_this_machine() -> None:
     files = [path for path in tracked("*") if path.suffix in suffixes and path.is_file()]
     found = [str(p.relative_to(ROOT)) for p in files if forbidden.search(p.read_text(errors="replace"))]
     assert not found
+
+
+def dotted_names(tree: ast.AST) -> set[tuple[str, str]]:
+    """The `a.b` in `tree` whose `a` is a plain name."""
+    found = [(node.value, node.attr) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {(value.id, attribute) for value, attribute in found if isinstance(value, ast.Name)}
+
+
+def test_python_in_the_documents_uses_names_that_exist() -> None:
+    blocks = {
+        b: path.name for path in documents() for b in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+    }
+    assert any("import grpc" in block for block in blocks)
+    for block, document in blocks.items():
+        tree = ast.parse(block)
+        imported: dict[str, Any] = {}
+        imports: list[ast.stmt] = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module(imports, []), document, "exec"), imported)
+        for name, attribute in dotted_names(tree):
+            if isinstance(imported.get(name), ModuleType):
+                assert hasattr(imported[name], attribute), f"{document}: {name}.{attribute}"
