@@ -20,7 +20,7 @@ from router.token_stream import SequenceStream
 from router.validation import ResolvedRequest
 
 LEASE_MS = 10_000  # the decode pod renews it while it waits to read
-CREDIT_MS = 60_000  # covers the prefill queue; if it does not, the prompt is at least in the prefix cache
+CREDIT_MS = 600_000  # a long prompt takes minutes; a dead router's credits end with its stream, before this
 RESERVE_WAIT_MS = 200  # in the decode pod's own queue; then another pod may be better
 
 Result = TypeVar("Result")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from decode_service.servicer import DecodeService
 from pod.pod import Pod
 from proto import common_pb2, inference_pb2, inference_pb2_grpc
 from proto.errors import Cancelled, Overloaded, PodUnavailable
@@ -141,6 +143,25 @@ async def test_the_only_prefill_pod_dies(registry_url: str, tmp_path: Path, monk
         assert_right(outcome, request)
         assert [a.prefill_pod != "" for a in outcome.ledger.attempts] == [True, False], "decode-only is the way out"
         await asyncio.gather(*tasks)
+
+
+async def test_a_credit_outlives_a_prompt_of_minutes(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine minutes into the prefill, by the decode pod's clock, its blocks are still reserved."""
+    async with running_stack(registry_url, tmp_path, pod=SLOW_PREFILL) as stack:
+        role = next(pod.role for pod in stack.pods.pods if isinstance(pod.role, DecodeService))
+        expired: list[object] = []
+        on_entering(
+            monkeypatch,
+            State.PREFILLING,
+            lambda _: expired.append(role.table.take_expired(time.monotonic() + 9 * 60)),
+        )
+        request = long_running(50, 5)
+        outcome = await stack.generate(request)
+        assert_right(outcome, request)
+        assert len(outcome.ledger.attempts) == 1
+        assert expired == [[]]
 
 
 async def test_an_expired_lease_is_recomputed(
