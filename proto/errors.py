@@ -34,9 +34,13 @@ MAX_FIELD_BYTES = 256
 
 
 def clip(text: str, max_bytes: int) -> str:
-    """`text` if its UTF-8 fits, else its begin and an ellipsis. Errors quote what clients send, which has no bound."""
+    """`text` if its UTF-8 fits, else its begin and its end around an ellipsis: errors begin with the field, quote what
+    the client sent, which has no bound, and end with what is allowed."""
     data = text.encode(errors="replace")
-    return text if len(data) <= max_bytes else data[: max_bytes - 3].decode(errors="ignore") + "..."
+    if len(data) <= max_bytes:
+        return text
+    end = max_bytes // 3
+    return f"{data[: max_bytes - 3 - end].decode(errors='ignore')}...{data[-end:].decode(errors='ignore')}"
 
 
 class PdserveError(Exception):
