@@ -12,6 +12,12 @@ from proto.errors import PdserveError
 log = logging.getLogger(__name__)
 
 
+def current_task_is_cancelled() -> bool:
+    """Tells a cancellation of the task that runs from one of what it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class Background:
     """Owns its tasks. A pod's error is expected (it may be dead) and noted; any other is a bug, logged as one."""
 

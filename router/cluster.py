@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class Cluster:
         self._clock = clock
         self._placements = Placements()
         self._clients: dict[PodKey, PodClient] = {}
+        self._retired: dict[PodKey, PodClient] = {}  # for a while, see _retire
+        self._numbers = itertools.count(1)  # of connections: each has a router id of its own
         self._closing = asyncio.Event()
         self._watcher = RegistryWatcher(registry_url, cluster, self._updated, clock)
         self._queue: WaitQueue[Placement] = WaitQueue(max_waiting, self._undo)
@@ -170,28 +173,34 @@ class Cluster:
         for sighting in sightings:
             key = sighting.view.key
             if key not in self._clients:
-                self._clients[key] = self._connect(sighting.view)
+                self._clients[key] = self._retired.pop(key) if key in self._retired else self._connect(sighting.view)
             self._clients[key].heard(sighting.seen_at - POLL_S)
         live = {sighting.view.key for sighting in sightings}
         for key in [key for key in self._clients if key not in live]:
             self.prefixes.forget(key[0], key[1])
-            self._retiring.spawn(self._retire(self._clients.pop(key)), f"retire {key[0]}")
+            self._retire(key)
         self._placements.forget(live)
         self._changed()
 
-    async def _retire(self, client: PodClient) -> None:
-        """Fails what is under way, but if the pod lives after all, it still hears what it can free."""
+    def _retire(self, key: PodKey) -> None:
+        """Fails the calls under way. If the pod lives after all, it still hears what it can free, or is taken back."""
+        client = self._retired[key] = self._clients.pop(key)
         client.lose("it has stopped beating")
+        self._retiring.spawn(self._close_later(key, client), f"close {key[0]}")
+
+    async def _close_later(self, key: PodKey, client: PodClient) -> None:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CALL_S):
                     await self._closing.wait()
         finally:
-            await client.close()
+            if self._retired.get(key) is client:
+                del self._retired[key]
+                await client.close()
 
     def _connect(self, pod: PodView) -> PodClient:
         if pod.role == DECODE:
-            return DecodeClient(pod, self._clock, self._router_id, self._changed)
+            return DecodeClient(pod, self._clock, f"{self._router_id}-{next(self._numbers)}", self._changed)
         return PrefillClient(pod, self._clock)
 
     def _changed(self) -> None:

@@ -16,6 +16,7 @@ import grpc.aio
 from proto import pods_pb2, pods_pb2_grpc
 from proto.errors import TRAILER, PdserveError, PodUnavailable, from_rpc
 from proto.service import channel
+from router.background import current_task_is_cancelled
 from router.snapshot import PodView
 from router.token_stream import StreamReader
 
@@ -47,18 +48,13 @@ class PodCall(Generic[Response]):
         except grpc.aio.AioRpcError as error:
             raise self._client.error_of(error) from None
         except asyncio.CancelledError:
-            if self._lost is None or _current_task_is_cancelled():
+            if self._lost is None or current_task_is_cancelled():
                 raise
             raise PodUnavailable(self._lost, pod_id=self._client.pod.pod_id) from None
         else:
             return response
         finally:
             self._client.calls.discard(self)
-
-
-def _current_task_is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 class PodClient:

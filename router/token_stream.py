@@ -13,17 +13,18 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc.aio
 
 from proto import pods_pb2, pods_pb2_grpc
 from proto.errors import PdserveError, PodUnavailable, from_rpc
-from router.background import Background
+from router.background import Background, current_task_is_cancelled
 from router.snapshot import PodView
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 2.0
+SILENCE_S, SILENCE_SLICES = 2.0, 4
 FIRST_RETRY_S, MAX_RETRY_S = 0.05, 1.0
 MAX_REMEMBERED = 4096  # closed sequences, whose last tokens may still be on their way
 
@@ -60,6 +61,7 @@ class StreamReader:
         self.connected = False
         self.router_id = ""  # of the present connection
         self.num_discarded = 0
+        self._spoke = False  # in this slice
         self._pod = pod
         self._router_ids = (f"{router_id}/{number}" for number in itertools.count(1))
         self._stub = stub
@@ -104,21 +106,34 @@ class StreamReader:
         """Reads one connection to its end, and returns why it ended."""
         self.router_id = next(self._router_ids)
         call = self._stub.StreamTokens(pods_pb2.StreamTokensRequest(router_id=self.router_id))
+        silence = asyncio.create_task(self._cut_off_when_silent(call), name=f"silence of {self._pod.pod_id}")
         try:
             while True:
-                async with asyncio.timeout(SILENCE_S):
-                    message = await call.read()
+                message = await call.read()
+                self._spoke = True
                 if not isinstance(message, pods_pb2.StepTokens):  # grpc.aio.EOF
                     return "the pod ended the token stream"
                 if message.epoch != self._pod.epoch:
                     return f"another epoch answers at {self._pod.address}: {message.epoch} != {self._pod.epoch}"
                 self._deliver(message)
-        except TimeoutError:
+        except asyncio.CancelledError:
+            if not silence.done() or current_task_is_cancelled():
+                raise
             return f"no word on the token stream for {SILENCE_S} s"
         except grpc.aio.AioRpcError as error:
             return f"the token stream broke: {from_rpc(error).message}"
         finally:
+            silence.cancel()
             call.cancel()
+
+    async def _cut_off_when_silent(self, call: Any) -> None:
+        """Cancels the call after SILENCE_S, in slices: what this process itself slept through is one slice at most."""
+        num_silent = 0
+        while num_silent < SILENCE_SLICES:
+            self._spoke = False
+            await asyncio.sleep(SILENCE_S / SILENCE_SLICES)
+            num_silent = 0 if self._spoke else num_silent + 1
+        call.cancel()
 
     def _deliver(self, message: pods_pb2.StepTokens) -> None:
         if not self.connected:

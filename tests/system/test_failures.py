@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pdserve.paths import ROOT
 from pod.pod import Pod
 from proto import inference_pb2 as pb
 from proto.errors import Overloaded, PodUnavailable
+from router import token_stream
 from router.attempt import Attempt
 from router.client import RouterClient
 from router.lifecycle import State
@@ -116,6 +118,38 @@ async def generate_and_kill(stack: ChaosStack, request: pb.GenerateRequest, outc
             outcome.responses.append(response)
             if len(outcome.responses) == 5:
                 stack.routers[0].send(signal.SIGKILL)
+
+
+async def test_14_a_pod_given_up_wrongly_is_taken_back_with_all_that_runs_on_it(
+    registry_url: str, tmp_path: Path
+) -> None:
+    """Its beats were late, its token stream was not."""
+    async with running_stack(registry_url, tmp_path, pod=SLOW) as stack:
+        cluster, request = stack.router.cluster, long_running(20, 200)
+        answer = asyncio.create_task(stack.generate(request))
+        await until(lambda: stack.router.requests.states() == ["decoding"])
+        cluster._watcher.pods.sightings.clear()
+        cluster._updated()
+        assert not cluster.is_serving
+        await until(lambda: cluster.is_serving)
+        outcome = await answer
+        assert_right(outcome, request)
+        assert len(outcome.ledger.attempts) == 1
+
+
+async def test_14_a_router_that_stood_still_does_not_blame_its_pods(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it did not hear in that time is no silence of theirs."""
+    monkeypatch.setattr(token_stream, "SILENCE_S", 1.2)  # more than two beats
+    async with running_stack(registry_url, tmp_path, pod=SLOW) as stack:
+        request = long_running(20, 200)
+        answer = asyncio.create_task(stack.generate(request))
+        await until(lambda: stack.router.requests.states() == ["decoding"])
+        time.sleep(1.4)  # noqa: ASYNC251  # the fault itself: nothing in this process runs, but for the engines' threads
+        outcome = await answer
+        assert_right(outcome, request)
+        assert len(outcome.ledger.attempts) == 1
 
 
 async def test_17_the_only_decode_pod_drains_before_its_successor_is_there(registry_url: str, tmp_path: Path) -> None:
