@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import itertools
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -131,6 +132,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="of each round")
     parser.add_argument("--keep-logs", type=Path, help="where logs of rounds with problems go")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left running then either
     deadline = time.monotonic() + 60 * arguments.minutes
     seed, failed = arguments.seed, False
     while True:
