@@ -7,7 +7,7 @@ fields of config.json count, and what an absent field means. No code depends on 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # Which layers look back no further than config.json's sliding_window:
@@ -96,25 +96,18 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen3ForCausalLM": _QWEN_3,
     "Gemma2ForCausalLM": _GEMMA_2,
-    "Gemma3ForCausalLM": Family(
+    "Gemma3ForCausalLM": replace(
+        _GEMMA_2,
         title="Gemma 3",
-        windows="interleaved",
-        activation_field="hidden_activation",
         qk_norm=True,
-        sandwich_norms=True,
-        norm_weight_offset=1.0,
-        scaled_embedding=True,
         local_rope=True,
         stretched_length=True,
-        reads=frozenset({"attention_bias", "query_pre_attn_scalar", "final_logit_softcapping"}),
+        reads=_GEMMA_2.reads - {"attn_logit_softcapping"},
         defaults={
-            "hidden_activation": "gelu_pytorch_tanh",
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
+            **_GEMMA_2.defaults,
             "sliding_window_pattern": 6,
             "max_position_embeddings": 131_072,
-            "query_pre_attn_scalar": 256,
+            "final_logit_softcapping": None,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
         },
