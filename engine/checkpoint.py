@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.batch import ModelInfo
+from engine.config_fields import CheckpointError, read_json
 from engine.gguf_convert import CONVERTER_VERSION, ProgressCallback, convert
-from engine.model_config import CheckpointError, LlamaConfig, read_config, read_json
+from engine.model_config import ModelConfig, read_config
 from engine.safetensors_file import read_header, sampled_digest, shard_files
 
 __all__ = [
@@ -114,11 +115,12 @@ def estimate_memory_bytes(model_dir: Path, dtype: str) -> int:
     config = read_config(model_dir)
     entries = [entry for shard in shard_files(model_dir) for entry in read_header(shard).values()]
     weight_bytes = sum(e.num_elements * (2 if e.dtype == "BF16" else DTYPES[dtype]) for e in entries)
-    rotary_bytes = 4 * config.max_model_len * config.head_dim
+    num_tables = len({layer.rope for layer in config.layers})
+    rotary_bytes = num_tables * 4 * config.max_model_len * config.head_dim
     return weight_bytes + rotary_bytes + PROCESS_BYTES
 
 
-def kv_bytes_per_token(config: LlamaConfig, dtype: str) -> int:
+def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPES[dtype]
 
 

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.model_config import CheckpointError
+from engine.config_fields import CheckpointError
 from engine.safetensors_file import SINGLE_NAME, write_bfloat16
 
 CONVERTER_VERSION = 1  # raise it when the same GGUF file would convert differently

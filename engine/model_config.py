@@ -1,78 +1,94 @@
-"""The shape of a Llama-family model, read from a Hugging Face directory's config.json. No torch here.
-
-Both spellings of the rotary settings are read: `rope_theta` + `rope_scaling`, and the `rope_parameters` of newer files.
-"""
+"""The shape of a model, read from a Hugging Face directory's config.json and its family. No torch here."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+from engine.config_fields import CheckpointError, Fields, read_json
+from engine.families import FAMILIES, Family
+from engine.rope_config import RopeConfig, parse_local_rope, parse_rope
 
-
-class CheckpointError(Exception):
-    """A model cannot be used; one line says what is wrong and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary settings. Fields that `type` does not use keep their defaults."""
-
-    type: str = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin
-    truncate: bool = True  # yarn: whole dimensions bound the ramp
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as config.json has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaConfig:
-    """Checked sizes and switches of a model. Raises nothing itself: `read_config` does."""
+class ExpertsConfig:
+    """A mixture of `count` feed-forward blocks, of which `num_active` compute each token. size: their inner width.
 
+    normalised: a token's weights of its active experts add up to 1.
+    """
+
+    count: int
+    num_active: int
+    size: int
+    normalised: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """What may differ between the layers of one model. window: the tokens that one attends to, or all."""
+
+    window: int | None = None
+    rope: RopeConfig
+    experts: ExpertsConfig | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Checked sizes and switches of a model. Raises nothing itself: `read_config` does.
+
+    attention_scale: of query-key products. Soft caps bound scores and logits through tanh.
+    """
+
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
     rope: RopeConfig
+    layers: tuple[LayerConfig, ...]
+    activation: Activation
+    attention_scale: float
+    attention_soft_cap: float | None
+    logit_soft_cap: float | None
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    output_bias: bool
     mlp_bias: bool
     eos_token_ids: frozenset[int]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def max_model_len(self) -> int:
         """Tokens a sequence may have.
 
-        Linear and YaRN files state the trained length and stretch it by `factor`. Dynamic scaling would change the keys
-        already cached once a sequence outgrows the trained length, so such a model is served up to that length, where
-        the scaling does nothing. A llama3 file states the stretched length.
+        Most linear and all YaRN files state the trained length and stretch it by `factor`. Dynamic and LongRoPE scaling
+        would change the keys already cached once a sequence outgrows the trained length, so such a model is served up
+        to that length. Other files state the stretched length.
         """
         match self.rope.type:
-            case "linear":
+            case "linear" if not self.family.stretched_length:
                 return int(self.max_position_embeddings * self.rope.factor)
             case "yarn":
                 return int(self.rope.original_max_position_embeddings * self.rope.factor)
+            case "longrope":
+                return min(self.rope.original_max_position_embeddings, self.max_position_embeddings)
             case _:
                 return self.max_position_embeddings
 
 
-def read_config(model_dir: Path) -> LlamaConfig:
+def read_config(model_dir: Path) -> ModelConfig:
     """Parses and checks `model_dir`'s config.json and generation_config.json. Raises CheckpointError."""
     values = read_json(model_dir / "config.json")
     generation = model_dir / "generation_config.json"
@@ -82,76 +98,42 @@ def read_config(model_dir: Path) -> LlamaConfig:
     return parse_config(values, eos, str(model_dir / "config.json"))
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`. Raises CheckpointError."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing: give a Hugging Face model directory or a GGUF file") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not readable JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds no JSON object")
-    return values
-
-
-def parse_config(values: Mapping[str, Any], eos_token_ids: frozenset[int], source: str = "config.json") -> LlamaConfig:
+def parse_config(values: Mapping[str, Any], eos_token_ids: frozenset[int], source: str = "config.json") -> ModelConfig:
     """`values` is config.json's content; `source` names it in errors. Raises CheckpointError."""
-    _check_architecture(values, source)
-    fields = _Fields(values, source)
+    family = _family(values, source)
+    values = {**family.defaults, **values}
+    _refuse_unsupported(values, source)
+    fields = Fields(values, source)
+    counted = Fields({name: values.get(name) for name in family.reads}, source)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
-    config = LlamaConfig(
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    rope = parse_rope(values, family, head_dim, source)
+    attention_bias = counted.flag("attention_bias")
+    config = ModelConfig(
+        family=family,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-        rope=_parse_rope(values, source),
+        rope=rope,
+        layers=_layers(fields, family, rope, parse_local_rope(values, family, head_dim, source)),
+        activation=_activation(fields, values, family),
+        attention_scale=counted.number("query_pre_attn_scalar", head_dim) ** -0.5,
+        attention_soft_cap=counted.optional_number("attn_logit_softcapping"),
+        logit_soft_cap=counted.optional_number("final_logit_softcapping"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        attention_bias=fields.flag("attention_bias"),
-        mlp_bias=fields.flag("mlp_bias"),
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=counted.flag("mlp_bias"),
         eos_token_ids=eos_token_ids,
     )
     _check_shape(config, source)
     return config
-
-
-class _Fields:
-    """Typed access to a JSON object; null counts as absent, as in the files that transformers writes."""
-
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
-        self._values = values
-        self._source = source
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{self._source}: {name} = {value!r}: must be a whole number above 0")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise CheckpointError(f"{self._source}: {name} = {value!r}: must be a number above 0")
-        return float(value)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{self._source}: {name} = {value!r}: must be true or false")
-        return value
-
-    def _get(self, name: str, default: float | None) -> object:
-        value = self._values.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise CheckpointError(f"{self._source}: {name} is missing")
-        return value
 
 
 def _token_ids(value: object) -> frozenset[int]:
@@ -160,22 +142,83 @@ def _token_ids(value: object) -> frozenset[int]:
     return frozenset(i for i in ids if isinstance(i, int) and not isinstance(i, bool))
 
 
-def _check_architecture(values: Mapping[str, Any], source: str) -> None:
+def _family(values: Mapping[str, Any], source: str) -> Family:
     names = values.get("architectures") or []
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in SUPPORTED_ARCHITECTURES:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
         found = ", ".join(map(str, names)) if isinstance(names, list) and names else "none"
-        raise CheckpointError(f"{source}: architecture {found}: supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
-    if (act := values.get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"{source}: hidden_act = {act!r}: only 'silu' is supported")
-    if values.get("sliding_window") is not None:
-        raise CheckpointError(
-            f"{source}: sliding_window = {values['sliding_window']}: only full attention is supported"
-        )
+        raise CheckpointError(f"{source}: architecture {found}: supported are {', '.join(FAMILIES)}")
+    return FAMILIES[names[0]]
+
+
+def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
     if values.get("quantization_config") is not None:
         raise CheckpointError(f"{source}: quantization_config is set: only unquantised weights are supported")
+    if values.get("use_bidirectional_attention"):
+        raise CheckpointError(f"{source}: use_bidirectional_attention is set: only causal attention is supported")
 
 
-def _check_shape(config: LlamaConfig, source: str) -> None:
+def _activation(fields: Fields, values: Mapping[str, Any], family: Family) -> Activation:
+    name = values.get(family.activation_field, "silu")
+    if name not in ACTIVATIONS:
+        raise fields.error(family.activation_field, f"only {' and '.join(map(repr, ACTIVATIONS))} are supported")
+    return ACTIVATIONS[name]
+
+
+def _layers(fields: Fields, family: Family, rope: RopeConfig, local_rope: RopeConfig | None) -> tuple[LayerConfig, ...]:
+    num_layers = fields.integer("num_hidden_layers")
+    windows = _windows(fields, family, num_layers)
+    experts = _experts(fields, family, num_layers)
+    return tuple(
+        LayerConfig(window=window, rope=local_rope if local_rope and window else rope, experts=mixture)
+        for window, mixture in zip(windows, experts, strict=True)
+    )
+
+
+def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None]:
+    """Of each layer."""
+    interleaved = family.windows == "interleaved"
+    window = fields.integer("sliding_window") if interleaved else fields.optional_integer("sliding_window")
+    if family.windows == "none" and window is not None:
+        raise fields.error("sliding_window", f"only full attention is supported for {family.title}")
+    if window is None or ("use_sliding_window" in family.reads and not fields.flag("use_sliding_window")):
+        return [None] * num_layers
+    if family.windows == "all":
+        return [window] * num_layers
+    types = fields.items("layer_types") or _default_layer_types(fields, family, num_layers)
+    if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise fields.error("layer_types", f"must be {num_layers} of 'sliding_attention' and 'full_attention'")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _default_layer_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
+    if family.windows == "late":
+        first = fields.integer("max_window_layers")
+        windowed = [i >= first for i in range(num_layers)]
+    else:
+        period = fields.integer("sliding_window_pattern")
+        windowed = [(i + 1) % period > 0 for i in range(num_layers)]
+    return ["sliding_attention" if sliding else "full_attention" for sliding in windowed]
+
+
+def _experts(fields: Fields, family: Family, num_layers: int) -> list[ExpertsConfig | None]:
+    """Of each layer; None: an ordinary feed-forward block."""
+    names = family.experts
+    if names is None:
+        return [None] * num_layers
+    count_field = next(filter(fields.has, names.num_experts_fields), names.num_experts_fields[0])
+    mixture = ExpertsConfig(
+        count=fields.integer(count_field),
+        num_active=fields.integer("num_experts_per_tok"),
+        size=fields.integer(names.expert_size_field),
+        normalised=fields.flag("norm_topk_prob") if names.normalised is None else names.normalised,
+    )
+    if mixture.num_active > mixture.count:
+        raise fields.error("num_experts_per_tok", f"must be at most {count_field} = {mixture.count}")
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.items("mlp_only_layers")
+    return [mixture if i not in dense and (i + 1) % step == 0 else None for i in range(num_layers)]
+
+
+def _check_shape(config: ModelConfig, source: str) -> None:
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
             f"{source}: num_attention_heads = {config.num_heads} is not a multiple of"
@@ -185,54 +228,3 @@ def _check_shape(config: LlamaConfig, source: str) -> None:
         raise CheckpointError(f"{source}: head_dim = {config.head_dim}: must be even")
     if bad := [i for i in config.eos_token_ids if not 0 <= i < config.vocab_size]:
         raise CheckpointError(f"{source}: eos_token_id = {bad[0]}: must be below vocab_size {config.vocab_size}")
-
-
-def _parse_rope(values: Mapping[str, Any], source: str) -> RopeConfig:
-    rope = _rope_values(values, source)
-    fields = _Fields(rope, source)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise CheckpointError(f"{source}: rope_type = {kind!r}: supported are {', '.join(ROPE_TYPES)}")
-    if (part := fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(f"{source}: partial_rotary_factor = {part}: only whole heads can be rotated")
-    factor = fields.number("factor", 1.0 if kind == "default" else None)
-    return RopeConfig(
-        type=kind,
-        theta=fields.number("rope_theta", 10_000.0),
-        factor=factor,
-        original_max_position_embeddings=fields.integer("original_max_position_embeddings", 2048),
-        low_freq_factor=fields.number("low_freq_factor", None if kind == "llama3" else 1.0),
-        high_freq_factor=fields.number("high_freq_factor", None if kind == "llama3" else 4.0),
-        beta_fast=fields.number("beta_fast", 32.0),
-        beta_slow=fields.number("beta_slow", 1.0),
-        attention_factor=_yarn_attention_factor(fields, rope, factor) if kind == "yarn" else 1.0,
-        truncate=fields.flag("truncate", True),
-    )
-
-
-def _rope_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The rotary object of either spelling, completed from the top level, in transformers' order of precedence."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointError(f"{source}: rope_parameters = {rope!r}: must be an object")
-    trained = values.get("original_max_position_embeddings")
-    return {
-        "rope_theta": values.get("rope_theta"),
-        "partial_rotary_factor": values.get("partial_rotary_factor"),
-        "original_max_position_embeddings": values.get("max_position_embeddings"),
-        **rope,
-        **({} if trained is None else {"original_max_position_embeddings": trained}),
-    }
-
-
-def _yarn_attention_factor(fields: _Fields, rope: Mapping[str, Any], factor: float) -> float:
-    """The temperature of YaRN (Peng et al. 2023, section 3.4), with DeepSeek's mscale pair where a file gives it."""
-    if rope.get("attention_factor") is not None:
-        return fields.number("attention_factor")
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return _mscale(factor, fields.number("mscale")) / _mscale(factor, fields.number("mscale_all_dim"))
-    return _mscale(factor, 1.0)
-
-
-def _mscale(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

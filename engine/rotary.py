@@ -1,4 +1,4 @@
-"""Tables of rotary angles, with the scaling variants of Llama-family checkpoints.
+"""Tables of rotary angles, with the scaling variants of checkpoints.
 
 Everything is float32 and computed with the operations, in the order, of transformers, so that the tables are its own to
 the bit.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.model_config import LlamaConfig, RopeConfig
+from engine.rope_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class RotaryTable:
     sin: torch.Tensor
 
 
-def rotary_table(config: LlamaConfig) -> RotaryTable:
-    """The table for every position that a sequence of `config` may have."""
-    positions = torch.arange(config.max_model_len, dtype=torch.float32)
-    angles = positions[:, None] * inverse_frequencies(config.rope, config.head_dim)
-    scale = config.rope.attention_factor
+def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> RotaryTable:
+    """The table for positions 0 .. num_positions - 1."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = positions[:, None] * inverse_frequencies(rope, head_dim)
+    scale = rope.attention_factor
     return RotaryTable(angles.cos() * scale, angles.sin() * scale)
 
 
@@ -40,7 +40,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
             return _llama3(frequencies, rope)
         case "yarn":
             return _yarn(rope, head_dim)
-        case _:  # "default", and "dynamic" up to the trained length (LlamaConfig.max_model_len)
+        case "longrope":  # Ding et al. 2024, up to the trained length (ModelConfig.max_model_len)
+            return 1.0 / (torch.tensor(rope.short_factor) * _wave_bases(rope, head_dim))
+        case _:  # "default", and "dynamic" up to the trained length (ModelConfig.max_model_len)
             return frequencies
 
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, BlockCopy, ModelInfo, ScheduledSequence
 from engine.checkpoint import model_info
-from engine.llama import FlatBatch, Llama
+from engine.flat_batch import FlatBatch
+from engine.model import Model
 from engine.sampler import SampleRow, sample
 from engine.sequence import SampledToken
 from engine.weights import TORCH_DTYPES
@@ -33,7 +34,7 @@ class TorchRunner:
         self._num_threads = num_threads
         self._kv = kv_view(kv_memory, self._model_info, block_size)
         torch.set_num_threads(num_threads)
-        self._llama = Llama.load(model_dir, dtype)
+        self._torch_model = Model.load(model_dir, dtype)
 
     @property
     def model(self) -> ModelInfo:
@@ -47,7 +48,7 @@ class TorchRunner:
             return []
         decodes_first = sorted(range(len(batch.sequences)), key=lambda i: len(batch.sequences[i].token_ids) > 1)
         ordered = [batch.sequences[i] for i in decodes_first]
-        logits = self._llama.forward(flatten(ordered, self._block_size), self._kv)
+        logits = self._torch_model.forward(flatten(ordered, self._block_size), self._kv)
         rows = [SampleRow(s.params, s.prompt_ids, s.output_ids) for s in ordered if s.sample]
         sampled = iter(sample(logits, rows, self._model_info.eos_token_ids))
         results: list[SampledToken | None] = [None] * len(ordered)

@@ -1,4 +1,4 @@
-"""Weights of a Llama as views of mapped safetensors files: pods on one host share the memory, and it is read once.
+"""Weights of a model as views of mapped safetensors files: pods on one host share the memory, and it is read once.
 
 Matrices stay bfloat16 where the file has them so, also in a float32 model: products widen them exactly as they read
 them, for half of the memory and of its traffic. Only what the file has in another dtype is a converted copy, and the
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from engine.model_config import CheckpointError, LlamaConfig
+from engine.config_fields import CheckpointError
+from engine.families import ExpertNames
+from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig
 from engine.safetensors_file import TensorEntry, read_header, shard_files
 from kernels.linear import LinearWeights
 
@@ -24,19 +26,38 @@ PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Parts of `qkv`: query, key and value heads. Parts of `gate_up`: gate and up."""
+class MlpWeights:
+    """Parts of `gate_up`: gate and up, or both as one."""
 
-    input_norm: torch.Tensor
-    qkv: LinearWeights
-    output: LinearWeights
-    post_attention_norm: torch.Tensor
     gate_up: LinearWeights
     down: LinearWeights
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaWeights:
+class ExpertWeights:
+    """`router` gives one score an expert."""
+
+    router: LinearWeights
+    experts: tuple[MlpWeights, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """Parts of `qkv`: query, key and value heads, or all as one. None: the family has no such norm."""
+
+    input_norm: torch.Tensor
+    qkv: LinearWeights
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: LinearWeights
+    attention_output_norm: torch.Tensor | None
+    mlp_input_norm: torch.Tensor
+    mlp: MlpWeights | ExpertWeights
+    mlp_output_norm: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
     """embedding: [V, H]; with tied embeddings `head` is the same memory. dtype: that of everything between them."""
 
     embedding: torch.Tensor
@@ -46,42 +67,88 @@ class LlamaWeights:
     dtype: torch.dtype
 
 
-def load_weights(model_dir: Path, config: LlamaConfig, dtype: str) -> LlamaWeights:
+def load_weights(model_dir: Path, config: ModelConfig, dtype: str) -> ModelWeights:
     """Raises CheckpointError when a tensor is missing or its shape is not what config.json says."""
-    reader = _Reader(model_dir, TORCH_DTYPES[dtype])
+    reader = _Reader(model_dir, TORCH_DTYPES[dtype], config.family.norm_weight_offset)
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = reader.matrix("model.embed_tokens.weight", (vocab, hidden))
     tied = config.tie_word_embeddings
-    return LlamaWeights(
+    return ModelWeights(
         embedding=embedding,
-        layers=tuple(_load_layer(reader, f"model.layers.{i}", config) for i in range(config.num_layers)),
-        final_norm=reader.vector("model.norm.weight", hidden),
+        layers=tuple(_load_layer(reader, f"model.layers.{i}", config, layer) for i, layer in enumerate(config.layers)),
+        final_norm=reader.norm("model.norm", hidden),
         head=LinearWeights((embedding if tied else reader.matrix("lm_head.weight", (vocab, hidden)),)),
         dtype=TORCH_DTYPES[dtype],
     )
 
 
-def _load_layer(reader: _Reader, prefix: str, config: LlamaConfig) -> LayerWeights:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    projections = {f"{attention}.q_proj": query_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
+def _load_layer(reader: _Reader, prefix: str, config: ModelConfig, layer: LayerConfig) -> LayerWeights:
+    hidden, query_columns, attention = config.hidden_size, config.num_heads * config.head_dim, f"{prefix}.self_attn"
+    qk_norm, sandwich = config.family.qk_norm, config.family.sandwich_norms
+    after_attention = f"{prefix}.post_attention_layernorm"  # of the residual stream, or of what is added to it
     return LayerWeights(
-        input_norm=reader.vector(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=reader.linear(projections, hidden, config.attention_bias),
-        output=reader.linear({f"{attention}.o_proj": hidden}, query_rows, config.attention_bias),
-        post_attention_norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=reader.linear({f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, hidden, config.mlp_bias),
+        input_norm=reader.norm(f"{prefix}.input_layernorm", hidden),
+        qkv=reader.linear(_qkv_rows(attention, config), hidden, config.qkv_bias),
+        query_norm=reader.norm(f"{attention}.q_norm", config.head_dim) if qk_norm else None,
+        key_norm=reader.norm(f"{attention}.k_norm", config.head_dim) if qk_norm else None,
+        output=reader.linear({f"{attention}.o_proj": hidden}, query_columns, config.output_bias),
+        attention_output_norm=reader.norm(after_attention, hidden) if sandwich else None,
+        mlp_input_norm=reader.norm(f"{prefix}.pre_feedforward_layernorm" if sandwich else after_attention, hidden),
+        mlp=_load_feed_forward(reader, prefix, config, layer),
+        mlp_output_norm=reader.norm(f"{prefix}.post_feedforward_layernorm", hidden) if sandwich else None,
+    )
+
+
+def _qkv_rows(attention: str, config: ModelConfig) -> dict[str, int]:
+    """Names and output rows of the projections that make query, key and value heads."""
+    query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if config.family.fused_projections:
+        return {f"{attention}.qkv_proj": query_rows + 2 * kv_rows}
+    return {f"{attention}.q_proj": query_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
+
+
+def _load_feed_forward(
+    reader: _Reader, prefix: str, config: ModelConfig, layer: LayerConfig
+) -> MlpWeights | ExpertWeights:
+    names = config.family.experts
+    if names is None or layer.experts is None:
+        return _load_mlp(reader, prefix, config)
+    return _load_experts(reader, prefix, config, layer.experts, names)
+
+
+def _load_mlp(reader: _Reader, prefix: str, config: ModelConfig) -> MlpWeights:
+    mlp, hidden, inner = f"{prefix}.mlp", config.hidden_size, config.intermediate_size
+    fused = config.family.fused_projections
+    gate_up = {f"{mlp}.gate_up_proj": 2 * inner} if fused else {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+    return MlpWeights(
+        gate_up=reader.linear(gate_up, hidden, config.mlp_bias),
         down=reader.linear({f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
     )
+
+
+def _load_experts(
+    reader: _Reader, prefix: str, config: ModelConfig, experts: ExpertsConfig, names: ExpertNames
+) -> ExpertWeights:
+    block, hidden, inner = f"{prefix}.{names.block}", config.hidden_size, experts.size
+
+    def expert(index: int) -> MlpWeights:
+        one = f"{block}.experts.{index}"
+        return MlpWeights(
+            gate_up=reader.linear({f"{one}.{names.gate}": inner, f"{one}.{names.up}": inner}, hidden, bias=False),
+            down=reader.linear({f"{one}.{names.down}": hidden}, inner, bias=False),
+        )
+
+    router = reader.linear({f"{block}.gate": experts.count}, hidden, bias=False)
+    return ExpertWeights(router, tuple(expert(i) for i in range(experts.count)))
 
 
 class _Reader:
     """Finds tensors by name in a checkpoint's shards, each of which it maps once."""
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype, norm_weight_offset: float) -> None:
         self._model_dir = model_dir
         self._dtype = dtype
+        self._norm_weight_offset = norm_weight_offset
         self._opened: dict[Path, Any] = {}
         self._found: dict[str, tuple[Path, TensorEntry]] = {
             name: (shard, entry) for shard in shard_files(model_dir) for name, entry in read_header(shard).items()
@@ -104,6 +171,11 @@ class _Reader:
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         return self._tensor(name, (size,)).to(self._dtype)
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        """The factors of an RMSNorm, with the family's offset added in float32."""
+        weight = self._tensor(f"{name}.weight", (size,))
+        return (weight.float() + self._norm_weight_offset).to(self._dtype)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A view of the mapped file."""

@@ -44,6 +44,14 @@ def check_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -
         raise ValueError(f"v_cache has strides {v_cache.stride()}, expected k_cache's {k_cache.stride()}")
 
 
+def check_scoring(sliding_window: int | None, soft_cap: float | None) -> None:
+    """What limits attention beyond causality; None does not."""
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window = {sliding_window}: must be at least 1")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap = {soft_cap}: must be above 0")
+
+
 def check_context(block_tables: torch.Tensor, context_lens: torch.Tensor, num_sequences: int) -> None:
     """block_tables int32 [S, M] and context_lens int32 [S], as both attention ops take them."""
     check_shape("block_tables", block_tables, (num_sequences, None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checks import check_cache, check_context, check_rows, check_shape
+from kernels.checks import check_cache, check_context, check_rows, check_scoring, check_shape
 from kernels.dispatch import Backend, implementation
 
 
@@ -16,6 +16,8 @@ def paged_decode(
     context_lens: torch.Tensor,
     scale: float,
     *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q K^T) V for B sequences with one query each.
@@ -24,14 +26,18 @@ def paged_decode(
     k_cache, v_cache: [N, Hkv, block_size, D], any strides but the last; the token's own K and V are already written.
     block_tables: int32 [B, M]; entries past a sequence's context are never read.
     context_lens: int32 [B], tokens to attend to, the new one included; 0 (a padding row) gives zeros.
+    sliding_window: only the latest so many tokens are attended to, the new one included; earlier blocks are not read.
+    soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     Returns [B, Hq, D] in q's dtype; sums are float32 (float64 for float64 inputs).
-    Raises ValueError or TypeError for shapes and dtypes, IndexError (CPU only) for a block outside the cache.
+    Raises ValueError or TypeError for shapes, dtypes and a window or cap not above 0, IndexError (CPU only) for a
+    block outside the cache.
     """
     check_shape("q", q, (None, None, None))
     check_rows("q", q)
     check_cache(q, k_cache, v_cache)
     check_context(block_tables, context_lens, q.shape[0])
+    check_scoring(sliding_window, soft_cap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     run = implementation("paged_decode", "paged_decode", q, backend)
-    run(q, k_cache, v_cache, block_tables, context_lens, scale, out)
+    run(q, k_cache, v_cache, block_tables, context_lens, scale, sliding_window, soft_cap, out)
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checks import check_cache, check_context, check_dtype, check_rows, check_shape
+from kernels.checks import check_cache, check_context, check_dtype, check_rows, check_scoring, check_shape
 from kernels.dispatch import Backend, implementation
 
 
@@ -17,6 +17,8 @@ def paged_prefill(
     context_lens: torch.Tensor,
     scale: float,
     *,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Causal attention for S sequences whose new tokens lie one after the other in q.
@@ -25,9 +27,11 @@ def paged_prefill(
     k_cache, v_cache: [N, Hkv, block_size, D], any strides but the last; the new tokens' K and V are already written.
     block_tables: int32 [S, M]; entries past a sequence's context are never read.
     cu_seqlens: int32 [S + 1], from 0 to T. context_lens: int32 [S], each at least the sequence's new tokens.
-    A token at position p attends to positions 0 .. p.
+    A token at position p attends to positions 0 .. p, with a sliding_window w only to the last w of them; blocks that
+    no new token attends to are not read. soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     Returns [T, Hq, D] in q's dtype; sums are float32 (float64 for float64 inputs).
-    Raises ValueError or TypeError for shapes and dtypes, IndexError (CPU only) for a block outside the cache.
+    Raises ValueError or TypeError for shapes, dtypes and a window or cap not above 0, IndexError (CPU only) for a
+    block outside the cache.
     """
     check_shape("q", q, (None, None, None))
     check_rows("q", q)
@@ -36,7 +40,8 @@ def paged_prefill(
     check_context(block_tables, context_lens, num_sequences)
     check_shape("cu_seqlens", cu_seqlens, (num_sequences + 1,))
     check_dtype("cu_seqlens", cu_seqlens, torch.int32)
+    check_scoring(sliding_window, soft_cap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     run = implementation("paged_prefill", "paged_prefill", q, backend)
-    run(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale, out)
+    run(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale, sliding_window, soft_cap, out)
     return out

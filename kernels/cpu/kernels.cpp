@@ -28,5 +28,6 @@ const Ops JOIN(ops_, ISA) = {
     by_type<rms_norm<float>, rms_norm<bf16>>,
     by_type<rope<float>, rope<bf16>>,
     by_type<silu_mul<float>, silu_mul<bf16>>,
+    by_type<gelu_mul<float>, gelu_mul<bf16>>,
     by_type<linear<float>, linear<bf16>>,
 };

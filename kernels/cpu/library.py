@@ -14,6 +14,7 @@ from kernels.cpu.build import build
 OK = -1
 MAX_HEAD_DIM = 256
 MAX_DEPTH = 32768
+_MAX_WINDOW = 2**63 - 1
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _INT64, _INT32, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
@@ -58,19 +59,25 @@ class Weights(ctypes.Structure):
     _fields_ = (("dtype", _INT32), ("matrices", ctypes.POINTER(Matrix)), ("count", _INT64), ("depth", _INT64))
 
 
+class Scoring(ctypes.Structure):
+    """How scores are made and which keys a query sees."""
+
+    _fields_ = (("scale", _FLOAT), ("soft_cap", _FLOAT), ("window", _INT64))
+
+
 def _op(*arguments: type) -> type:
     return ctypes.CFUNCTYPE(_INT64, *arguments)
 
 
 _HEADS, _CACHE, _CONTEXT = ctypes.POINTER(Heads), ctypes.POINTER(Cache), ctypes.POINTER(Context)
-_WEIGHTS = ctypes.POINTER(Weights)
+_SCORING, _WEIGHTS = ctypes.POINTER(Scoring), ctypes.POINTER(Weights)
 
 
 class _Ops(ctypes.Structure):
     _fields_ = (
         ("isa", ctypes.c_char_p),
-        ("paged_decode", _op(_INT32, _HEADS, _CACHE, _CONTEXT, _FLOAT, _HEADS, _INT32)),
-        ("paged_prefill", _op(_INT32, _HEADS, _CACHE, _CONTEXT, _POINTER, _FLOAT, _HEADS, _INT32)),
+        ("paged_decode", _op(_INT32, _HEADS, _CACHE, _CONTEXT, _SCORING, _HEADS, _INT32)),
+        ("paged_prefill", _op(_INT32, _HEADS, _CACHE, _CONTEXT, _POINTER, _SCORING, _HEADS, _INT32)),
         ("kv_write", _op(_INT32, _HEADS, _HEADS, _CACHE, _POINTER, _INT32)),
         (
             "rms_norm",
@@ -81,6 +88,7 @@ class _Ops(ctypes.Structure):
         ),
         ("rope", _op(_INT32, _HEADS, _HEADS, _INT64, _POINTER, _POINTER, _POINTER, _INT64, _INT32)),
         ("silu_mul", _op(_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32)),
+        ("gelu_mul", _op(_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32)),
         ("linear", _op(_INT32, _POINTER, _INT64, _INT64, _WEIGHTS, _POINTER, _POINTER, _INT32)),
     )
 
@@ -96,6 +104,7 @@ class Library:
     rms_norm: Callable[..., int]
     rope: Callable[..., int]
     silu_mul: Callable[..., int]
+    gelu_mul: Callable[..., int]
     linear: Callable[..., int]
 
 
@@ -151,6 +160,11 @@ def heads_of(tensor: torch.Tensor) -> Heads:
     """tensor: [tokens, heads, head_dim]."""
     num_tokens, num_heads, _ = tensor.shape
     return Heads(tensor.data_ptr(), num_tokens, num_heads, tensor.stride(0), tensor.stride(1))
+
+
+def scoring_of(scale: float, sliding_window: int | None, soft_cap: float | None) -> Scoring:
+    """None: no limit."""
+    return Scoring(scale, soft_cap or 0.0, _MAX_WINDOW if sliding_window is None else sliding_window)
 
 
 def weights_of(parts: Sequence[torch.Tensor]) -> Weights:

@@ -48,11 +48,21 @@ struct Weights {
   int64_t count, depth;
 };
 
+// How a query's scores are made and which keys it sees.
+struct Scoring {
+  float scale;
+  float soft_cap;  // a score s becomes soft_cap * tanh(s / soft_cap); 0: stays s
+  int64_t window;  // the latest keys that a query sees, its own included; INT64_MAX: all
+
+  int64_t first_visible(int64_t position) const { return position < window ? 0 : position - window + 1; }
+};
+
 struct Ops {
   const char* isa;
-  int64_t (*paged_decode)(DType, const Heads& q, const Cache&, const Context&, float scale, const Heads& out, int threads);
-  int64_t (*paged_prefill)(DType, const Heads& q, const Cache&, const Context&, const int32_t* cu_seqlens, float scale,
-                           const Heads& out, int threads);
+  int64_t (*paged_decode)(DType, const Heads& q, const Cache&, const Context&, const Scoring&, const Heads& out,
+                          int threads);
+  int64_t (*paged_prefill)(DType, const Heads& q, const Cache&, const Context&, const int32_t* cu_seqlens,
+                           const Scoring&, const Heads& out, int threads);
   int64_t (*kv_write)(DType, const Heads& k, const Heads& v, const Cache&, const int64_t* slot_mapping, int threads);
   // residual and new_residual are null for a plain rms_norm.
   int64_t (*rms_norm)(DType, const void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
@@ -61,6 +71,8 @@ struct Ops {
   int64_t (*rope)(DType, const Heads& q, const Heads& k, int64_t head_dim, const int64_t* positions, const float* cos,
                   const float* sin, int64_t num_positions, int threads);
   int64_t (*silu_mul)(DType, const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t columns,
+                      int threads);
+  int64_t (*gelu_mul)(DType, const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t columns,
                       int threads);
   // x: [rows, depth]; bias (or null): one value for each column of out; out: contiguous.
   int64_t (*linear)(DType, const void* x, int64_t x_stride, int64_t rows, const Weights&, const void* bias, void* out,

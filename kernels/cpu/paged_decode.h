@@ -4,6 +4,7 @@
 
 #include "paged.h"
 #include "parallel.h"
+#include "soft_cap.h"
 #include "softmax.h"
 namespace {
 
@@ -14,17 +15,19 @@ template <class T, int G>
 struct DecodeGroup {
   ContextReader<T> context;
   int64_t head_dim;
+  Scoring scoring;
   alignas(64) float q[G][MAX_HEAD_DIM + LANES] = {};  // scaled; zeros past head_dim
   alignas(64) float acc[G][MAX_HEAD_DIM + LANES] = {};
   alignas(64) float scores[G][DECODE_TILE];
   float factors[G];
   RunningSoftmax softmax[G];
 
-  DecodeGroup(const ContextReader<T>& reader, const Heads& queries, int64_t token, int64_t head, int64_t dim, float scale)
-      : context(reader), head_dim(dim) {
+  DecodeGroup(const ContextReader<T>& reader, const Heads& queries, int64_t token, int64_t head, int64_t dim,
+              const Scoring& how)
+      : context(reader), head_dim(dim), scoring(how) {
     for (int g = 0; g < G; g++)
       for (int64_t d = 0; d < head_dim; d += LANES)
-        store(q[g] + d, load_chunk(row<T>(queries, token, head + g), d) * scale);
+        store(q[g] + d, load_chunk(row<T>(queries, token, head + g), d) * scoring.scale);
   }
 
   // Elements d .. d + LANES of a row, zeros past head_dim.
@@ -64,10 +67,11 @@ struct DecodeGroup {
 
   void attend(int64_t context_len) {
     int64_t offsets[DECODE_TILE];
-    for (int64_t begin = 0; begin < context_len; begin += DECODE_TILE) {
+    for (int64_t begin = scoring.first_visible(context_len - 1); begin < context_len; begin += DECODE_TILE) {
       const int64_t count = min(DECODE_TILE, context_len - begin);
       for (int64_t i = 0; i < count; i++) offsets[i] = context.offset(begin + i);
       score(offsets, count);
+      for (int g = 0; g < G; g++) cap_scores(scores[g], count, scoring.soft_cap);
       for (int g = 0; g < G; g++) factors[g] = softmax[g].update(scores[g], count);
       for (int64_t d = 0; d < head_dim; d += LANES) accumulate(offsets, count, d);
     }
@@ -80,8 +84,8 @@ struct DecodeGroup {
 
 template <class T, int G>
 void decode_group(const ContextReader<T>& reader, const Heads& q, const Heads& out, int64_t token, int64_t head,
-                  int64_t context_len, int64_t head_dim, float scale) {
-  DecodeGroup<T, G> group(reader, q, token, head, head_dim, scale);
+                  int64_t context_len, int64_t head_dim, const Scoring& scoring) {
+  DecodeGroup<T, G> group(reader, q, token, head, head_dim, scoring);
   group.attend(context_len);
   group.finish(out, token, head);
 }
@@ -92,8 +96,8 @@ constexpr decltype(&decode_group<T, 1>) DECODE_BY_GROUP[] = {
     decode_group<T, 5>, decode_group<T, 6>, decode_group<T, 7>, decode_group<T, MAX_GROUP>};
 
 template <class T>
-int64_t paged_decode(const Heads& q, const Cache& cache, const Context& context, float scale, const Heads& out,
-                     int threads) {
+int64_t paged_decode(const Heads& q, const Cache& cache, const Context& context, const Scoring& scoring,
+                     const Heads& out, int threads) {
   const int64_t bad = first_bad_sequence(cache, context);
   if (bad != OK) return bad;
   const int64_t group = q.heads / cache.kv_heads;
@@ -102,7 +106,7 @@ int64_t paged_decode(const Heads& q, const Cache& cache, const Context& context,
     const ContextReader<T> reader(cache, context, sequence, kv_head);
     for (int64_t g = 0; g < group; g += MAX_GROUP) {
       const auto decode = DECODE_BY_GROUP<T>[min(MAX_GROUP, group - g) - 1];
-      decode(reader, q, out, sequence, kv_head * group + g, context.context_lens[sequence], cache.head_dim, scale);
+      decode(reader, q, out, sequence, kv_head * group + g, context.context_lens[sequence], cache.head_dim, scoring);
     }
   });
   return OK;

@@ -5,6 +5,7 @@
 #include "matmul.h"
 #include "paged.h"
 #include "parallel.h"
+#include "soft_cap.h"
 #include "softmax.h"
 
 namespace {
@@ -13,6 +14,7 @@ constexpr int MAX_ROWS = 48;      // query token x query head rows of a tile
 constexpr int PREFILL_TILE = 64;  // keys of a tile
 constexpr int MAX_PADDED_DIM = MAX_HEAD_DIM + MATMUL_COLUMNS;
 static_assert(PREFILL_TILE % MATMUL_COLUMNS == 0, "score tiles have no remainder");
+static_assert(PREFILL_TILE >= MAX_ROWS, "every row sees a key of the first tile, whatever its window");
 
 // Query tokens [first, first + count) of one sequence, at positions `position` and after, with `group` heads from `head`.
 struct QueryTile {
@@ -21,7 +23,7 @@ struct QueryTile {
   int64_t rows() const { return count * group; }
   int64_t token(int64_t r) const { return first + r / group; }
   int64_t query_head(int64_t r) const { return head + r % group; }
-  int64_t visible(int64_t r) const { return position + r / group + 1; }  // keys that row r attends to
+  int64_t row_position(int64_t r) const { return position + r / group; }
 };
 
 template <class T>
@@ -29,6 +31,7 @@ struct PrefillTile {
   ContextReader<T> context;
   QueryTile tile;
   int64_t head_dim, padded_dim;
+  Scoring scoring;
   RunningSoftmax softmax[MAX_ROWS];
   alignas(64) float q[MAX_ROWS * MAX_PADDED_DIM];        // [rows, padded_dim], scaled
   alignas(64) float acc[MAX_ROWS * MAX_PADDED_DIM];      // [rows, padded_dim]
@@ -36,11 +39,12 @@ struct PrefillTile {
   alignas(64) float k[MAX_PADDED_DIM * PREFILL_TILE];    // [head_dim, PREFILL_TILE]: transposed
   alignas(64) float v[PREFILL_TILE * MAX_PADDED_DIM];    // [PREFILL_TILE, padded_dim]
 
-  PrefillTile(const ContextReader<T>& reader, const QueryTile& queries, const Heads& all, int64_t dim, float scale)
-      : context(reader), tile(queries), head_dim(dim), padded_dim(round_up(dim, MATMUL_COLUMNS)) {
+  PrefillTile(const ContextReader<T>& reader, const QueryTile& queries, const Heads& all, int64_t dim,
+              const Scoring& how)
+      : context(reader), tile(queries), head_dim(dim), padded_dim(round_up(dim, MATMUL_COLUMNS)), scoring(how) {
     for (int64_t r = 0; r < tile.rows(); r++) {
       const T* from = row<T>(all, tile.token(r), tile.query_head(r));
-      widen(q + r * padded_dim, from, scale);
+      widen(q + r * padded_dim, from, scoring.scale);
     }
     __builtin_memset(acc, 0, tile.rows() * padded_dim * sizeof(float));
   }
@@ -68,7 +72,10 @@ struct PrefillTile {
     multiply(q, padded_dim, k, PREFILL_TILE, scores, PREFILL_TILE, tile.rows(), PREFILL_TILE, head_dim, false);
     for (int64_t r = 0; r < tile.rows(); r++) {
       float* row_scores = scores + r * PREFILL_TILE;
-      const int64_t seen = max(0, min(count, tile.visible(r) - begin));
+      const int64_t position = tile.row_position(r);
+      const int64_t seen = max(0, min(count, position + 1 - begin));
+      cap_scores(row_scores, seen, scoring.soft_cap);
+      hide(row_scores, min(seen, scoring.first_visible(position) - begin));
       const float factor = softmax[r].update(row_scores, seen);
       for (int64_t i = round_up(seen, LANES); i < count; i++) row_scores[i] = 0.f;
       float* row_acc = acc + r * padded_dim;
@@ -78,9 +85,15 @@ struct PrefillTile {
     multiply(scores, PREFILL_TILE, v, padded_dim, acc, padded_dim, tile.rows(), padded_dim, count, true);
   }
 
+  // The scores of keys before a row's window.
+  static void hide(float* scores, int64_t count) {
+    for (int64_t i = 0; i < count; i++) scores[i] = -__builtin_inff();
+  }
+
   void attend() {
-    const int64_t last = tile.visible(tile.rows() - 1);
-    for (int64_t begin = 0; begin < last; begin += PREFILL_TILE) attend_tile(begin, min(PREFILL_TILE, last - begin));
+    const int64_t end = tile.row_position(tile.rows() - 1) + 1;
+    for (int64_t begin = scoring.first_visible(tile.position); begin < end; begin += PREFILL_TILE)
+      attend_tile(begin, min(PREFILL_TILE, end - begin));
   }
 
   void finish(const Heads& out) const {
@@ -136,8 +149,8 @@ struct PrefillPlan {
 };
 
 template <class T>
-int64_t paged_prefill(const Heads& q, const Cache& cache, const Context& context, const int32_t* cu_seqlens, float scale,
-                      const Heads& out, int threads) {
+int64_t paged_prefill(const Heads& q, const Cache& cache, const Context& context, const int32_t* cu_seqlens,
+                      const Scoring& scoring, const Heads& out, int threads) {
   const PrefillPlan plan(context, cu_seqlens, q.heads, cache.kv_heads);
   int64_t bad = first_bad_sequence(cache, context);
   if (bad == OK) bad = plan.first_bad(q.tokens);
@@ -146,7 +159,7 @@ int64_t paged_prefill(const Heads& q, const Cache& cache, const Context& context
     int64_t sequence = 0, kv_head;
     for (; item >= plan.items(sequence); sequence++) item -= plan.items(sequence);
     const QueryTile tile = plan.tile(sequence, item, &kv_head);
-    PrefillTile<T> work(ContextReader<T>(cache, context, sequence, kv_head), tile, q, cache.head_dim, scale);
+    PrefillTile<T> work(ContextReader<T>(cache, context, sequence, kv_head), tile, q, cache.head_dim, scoring);
     work.attend();
     work.finish(out);
   });

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.library import MAX_HEAD_DIM, OK, cache_of, context_of, dtype_code, heads_of, library
+from kernels.cpu.library import MAX_HEAD_DIM, OK, cache_of, context_of, dtype_code, heads_of, library, scoring_of
 from kernels.reference import paged_prefill as reference
 
 
@@ -16,11 +16,15 @@ def paged_prefill(
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
     out: torch.Tensor,
 ) -> None:
     """Fills out [T, Hq, D]. Raises IndexError for a sequence that leaves its tokens, block table or the cache."""
     if q.shape[2] > MAX_HEAD_DIM:
-        return reference.paged_prefill(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale, out)
+        return reference.paged_prefill(
+            *(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale, sliding_window, soft_cap, out)
+        )
     context_lens, cu_seqlens = context_lens.contiguous(), cu_seqlens.contiguous()
     bad = library().paged_prefill(
         dtype_code(q),
@@ -28,7 +32,7 @@ def paged_prefill(
         cache_of(k_cache, v_cache),
         context_of(block_tables, context_lens),
         cu_seqlens.data_ptr(),
-        scale,
+        scoring_of(scale, sliding_window, soft_cap),
         heads_of(out),
         torch.get_num_threads(),
     )

@@ -22,13 +22,29 @@ def gather_context(cache: torch.Tensor, block_table: torch.Tensor, context_len: 
     return widened(tokens[:, :context_len])
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of a context's last n tokens. q: [n, Hq, D]; k, v: [Hkv, c, D], c >= n. Returns [n, Hq, D]."""
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Causal attention of a context's last n tokens. q: [n, Hq, D]; k, v: [Hkv, c, D], c >= n. Returns [n, Hq, D].
+
+    Keys that no query sees are left out before the products: what they hold cannot matter.
+    """
     num_new, num_heads, head_dim = q.shape
     num_kv_heads, context_len, _ = k.shape
+    window = context_len if sliding_window is None else sliding_window
+    first = max(0, context_len - num_new - window + 1)
+    k, v = k[:, first:], v[:, first:]
     grouped = widened(q).reshape(num_new, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     scores = grouped @ k.unsqueeze(1).transpose(-1, -2) * scale
-    position = torch.arange(context_len - num_new, context_len, device=q.device)
-    future = torch.arange(context_len, device=q.device)[None, :] > position[:, None]
-    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    if soft_cap is not None:
+        scores = (scores / soft_cap).tanh() * soft_cap
+    position = torch.arange(context_len - num_new, context_len, device=q.device)[:, None]
+    key = torch.arange(first, context_len, device=q.device)[None, :]
+    hidden = (key > position) | (key <= position - window)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return (weights @ v.unsqueeze(1)).permute(2, 0, 1, 3).reshape(num_new, num_heads, head_dim)

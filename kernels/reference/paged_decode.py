@@ -14,6 +14,8 @@ def paged_decode(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
     out: torch.Tensor,
 ) -> None:
     """Fills out [B, Hq, D]."""
@@ -23,4 +25,4 @@ def paged_decode(
             continue
         k = gather_context(k_cache, block_tables[row], context_len)
         v = gather_context(v_cache, block_tables[row], context_len)
-        out[row] = attend(q[row].unsqueeze(0), k, v, scale)[0]
+        out[row] = attend(q[row].unsqueeze(0), k, v, scale, sliding_window, soft_cap)[0]

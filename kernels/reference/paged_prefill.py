@@ -17,6 +17,8 @@ def paged_prefill(
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
     out: torch.Tensor,
 ) -> None:
     """Fills out [T, Hq, D]."""
@@ -25,4 +27,4 @@ def paged_prefill(
         if start < end:
             k = gather_context(k_cache, block_tables[row], context_len)
             v = gather_context(v_cache, block_tables[row], context_len)
-            out[start:end] = attend(q[start:end], k, v, scale)
+            out[start:end] = attend(q[start:end], k, v, scale, sliding_window, soft_cap)

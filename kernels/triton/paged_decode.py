@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.soft_cap import capped
+
 _LOG2_E = math.log2(math.e)
 _SPLIT_TOKENS = 512
 _KEYS = 64  # per loop iteration
@@ -43,6 +45,8 @@ def decode_split_kernel(
     BLOCK_SIZE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,  # latest tokens that are seen, or None: all
+    SOFT_CAP_LOG2E: tl.constexpr,  # or None
 ):
     """One program: one split of one sequence's context, for all query heads of one kv head."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -51,6 +55,8 @@ def decode_split_kernel(
     context_len = tl.load(len_ptr + sequence)
     begin = split * SPLIT_TOKENS
     end = tl.minimum(begin + SPLIT_TOKENS, context_len)
+    if WINDOW is not None:
+        begin = tl.maximum(begin, context_len - WINDOW)
 
     g = tl.arange(0, GROUP_PADDED)
     d = tl.arange(0, DIM_PADDED)
@@ -69,6 +75,8 @@ def decode_split_kernel(
         kv_mask = valid[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+        if SOFT_CAP_LOG2E is not None:
+            scores = capped(scores, SOFT_CAP_LOG2E)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
@@ -116,6 +124,8 @@ def paged_decode(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
     out: torch.Tensor,
 ) -> None:
     """Fills out [B, Hq, D]."""
@@ -139,6 +149,8 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         SPLIT_TOKENS=_SPLIT_TOKENS,
         KEYS=keys,
+        WINDOW=sliding_window,
+        SOFT_CAP_LOG2E=None if soft_cap is None else soft_cap * _LOG2_E,
         num_warps=4,
     )
     decode_merge_kernel[(batch * num_heads,)](

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.soft_cap import capped
+
 _LOG2_E = math.log2(math.e)
 _TILE = 64  # query tokens of a program, keys of a loop iteration
 _TILE_ROW_BYTES = 256  # a longer head takes smaller tiles: consumer GPUs have 99 KiB of shared memory
@@ -36,7 +38,9 @@ def prefill_kernel(
     DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr,  # at least QUERIES: whatever its window, each query sees one of the first keys
+    WINDOW: tl.constexpr,  # latest tokens that a query sees, or None: all
+    SOFT_CAP_LOG2E: tl.constexpr,  # or None
 ):
     """One program: QUERIES new tokens of one sequence, one query head; idle when the sequence has fewer."""
     tile = tl.program_id(0)
@@ -56,7 +60,10 @@ def prefill_kernel(
         total = tl.zeros([QUERIES], tl.float32)
         acc = tl.zeros([QUERIES, DIM_PADDED], tl.float32)
         end = num_before + tl.minimum((tile + 1) * QUERIES, num_new)
-        for start in range(0, end, KEYS):
+        begin = 0
+        if WINDOW is not None:
+            begin = tl.maximum(num_before + tile * QUERIES - WINDOW + 1, 0)
+        for start in range(begin, end, KEYS):
             position = start + tl.arange(0, KEYS)
             valid = position < end
             block = tl.load(table_ptr + sequence * table_stride + position // BLOCK_SIZE, mask=valid, other=0)
@@ -66,6 +73,11 @@ def prefill_kernel(
             k = tl.load(k_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
             visible = (position[None, :] <= num_before + i[:, None]) & valid[None, :]
+            if SOFT_CAP_LOG2E is not None:
+                scores = capped(scores, SOFT_CAP_LOG2E)
+            if WINDOW is not None:
+                # queries past the last new token see its keys, so that none is without
+                visible &= position[None, :] > tl.minimum(num_before + i[:, None], end - 1) - WINDOW
             scores = tl.where(visible, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             weights = tl.exp2(scores - new_peak[:, None])
@@ -87,6 +99,8 @@ def paged_prefill(
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
     out: torch.Tensor,
 ) -> None:
     """Fills out [T, Hq, D]. The grid covers the case that one sequence owns all tokens: lengths stay on the device."""
@@ -105,5 +119,7 @@ def paged_prefill(
         BLOCK_SIZE=k_cache.shape[2],
         QUERIES=tile,
         KEYS=tile,
+        WINDOW=sliding_window,
+        SOFT_CAP_LOG2E=None if soft_cap is None else soft_cap * _LOG2_E,
         num_warps=4,
     )

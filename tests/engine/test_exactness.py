@@ -13,7 +13,7 @@ import torch
 
 from engine.checkpoint import DEFAULT_MODEL, kv_bytes_per_token, model_info, resolve_model
 from engine.core import EngineConfig, EngineCore
-from engine.llama import Llama
+from engine.model import Model
 from engine.model_config import read_config
 from engine.runner import TorchRunner, flatten, kv_view
 from engine.sequence import SamplingParams, SequenceSpec
@@ -129,11 +129,11 @@ def teacher_forced(dtype: str, cases: Sequence[ReferenceCase]) -> torch.Tensor:
     torch.set_num_threads(NUM_THREADS)
     num_blocks = 32
     kv = kv_view(kv_memory(dtype, num_blocks), model_info(model_dir(), dtype), BLOCK_SIZE)
-    llama = Llama.load(model_dir(), dtype)
+    model = Model.load(model_dir(), dtype)
     per_case = num_blocks // len(cases)
     sequences = [
         scheduled(case.prompt_ids + case.output_ids, 0, range(i * per_case, (i + 1) * per_case))
         for i, case in enumerate(cases)
     ]
     flat = flatten(sequences, BLOCK_SIZE)
-    return llama.forward(replace(flat, sample_rows=torch.arange(len(flat.token_ids))), kv)
+    return model.forward(replace(flat, sample_rows=torch.arange(len(flat.token_ids))), kv)

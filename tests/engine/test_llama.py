@@ -118,7 +118,7 @@ def test_a_batch_that_samples_nothing_writes_kv(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     ours = OurModel(tmp_path)
     chunk = replace(scheduled(random_ids(6), 0, (5, 6)), sample=False)
-    logits = ours.llama.forward(flatten([chunk], BLOCK_SIZE), ours.kv)
+    logits = ours.model.forward(flatten([chunk], BLOCK_SIZE), ours.kv)
     assert logits.shape == (0, 96)
     assert ours.kv[5].abs().min() > 0
     assert ours.kv[6, :, :, :, 2:].abs().max() == 0

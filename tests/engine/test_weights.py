@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model_config import CheckpointError, read_config
-from engine.weights import TORCH_DTYPES, LlamaWeights, load_weights
+from engine.config_fields import CheckpointError
+from engine.model_config import read_config
+from engine.weights import TORCH_DTYPES, MlpWeights, ModelWeights, load_weights
 from tests.engine.tiny_llama import edit_config, make_checkpoint
 
 
-def load(folder: Path, dtype: str = "float32") -> LlamaWeights:
+def load(folder: Path, dtype: str = "float32") -> ModelWeights:
     return load_weights(folder, read_config(folder), dtype)
 
 
@@ -33,11 +34,12 @@ def test_parts_come_in_order(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, attention_bias=True, mlp_bias=True)
     tensors = load_file(tmp_path / "model.safetensors")
     layer = load(tmp_path).layers[1]
+    assert isinstance(layer.mlp, MlpWeights)
     for fused, kind, names in (
         (layer.qkv, "self_attn", ("q", "k", "v")),
         (layer.output, "self_attn", ("o",)),
-        (layer.gate_up, "mlp", ("gate", "up")),
-        (layer.down, "mlp", ("down",)),
+        (layer.mlp.gate_up, "mlp", ("gate", "up")),
+        (layer.mlp.down, "mlp", ("down",)),
     ):
         assert fused.bias is not None
         parts = [f"model.layers.1.{kind}.{name}_proj" for name in names]
@@ -60,7 +62,8 @@ def test_the_file_is_mapped_once_and_the_mapping_ends_with_the_weights(
     weights = load(tmp_path, dtype)
     assert num_mappings(tmp_path) == 1
     layer = weights.layers[0]
-    assert {part.dtype for part in (weights.embedding, *layer.qkv.parts, *layer.down.parts)} == {
+    assert isinstance(layer.mlp, MlpWeights)
+    assert {part.dtype for part in (weights.embedding, *layer.qkv.parts, *layer.mlp.down.parts)} == {
         TORCH_DTYPES[file_dtype]
     }
     assert layer.qkv.bias is not None

@@ -13,7 +13,7 @@ import torch
 
 from engine.batch import ScheduledSequence
 from engine.checkpoint import kv_bytes_per_token, model_info
-from engine.llama import Llama
+from engine.model import Model
 from engine.model_config import read_config
 from engine.runner import flatten, kv_view
 from engine.sequence import SamplingParams
@@ -70,18 +70,18 @@ def scheduled(
 
 
 class OurModel:
-    """Our Llama with a KV cache of its own."""
+    """Our model with a KV cache of its own."""
 
     def __init__(self, folder: Path, dtype: str = "float32", num_blocks: int = 64) -> None:
         config = read_config(folder)
-        self.llama = Llama.load(folder, dtype)
+        self.model = Model.load(folder, dtype)
         memory = np.zeros(num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, dtype), np.uint8)
         self.kv = kv_view(memory, model_info(folder, dtype), BLOCK_SIZE)
 
     def logits(self, *sequences: ScheduledSequence) -> torch.Tensor:
         """float32 [T, V] of every token of a batch; one-token sequences come first."""
         flat = flatten(sequences, BLOCK_SIZE)
-        return self.llama.forward(replace(flat, sample_rows=torch.arange(len(flat.token_ids))), self.kv)
+        return self.model.forward(replace(flat, sample_rows=torch.arange(len(flat.token_ids))), self.kv)
 
 
 def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:

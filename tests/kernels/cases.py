@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,13 @@ Array = npt.NDArray[np.float64]
 
 # What one rounding to the dtype may add to float32 arithmetic: (rtol, atol).
 TOLERANCE = {torch.float32: (1e-5, 2e-6), torch.bfloat16: (2**-8, 1e-5), torch.float16: (2**-10, 1e-5)}
+
+
+class Limits(TypedDict, total=False):
+    """The optional arguments of both ops."""
+
+    sliding_window: int | None
+    soft_cap: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Attention:
     cu_seqlens: torch.Tensor
     context_lens: torch.Tensor
     scale: float
+    limits: Limits
     expected: Array
 
 
@@ -43,6 +52,8 @@ class Shape:
     dtype: torch.dtype
     lengths: tuple[tuple[int, int], ...]  # of each sequence: (new tokens, context)
     seed: int
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
 
 def shapes(
@@ -63,11 +74,13 @@ def shapes(
         dtype=st.sampled_from(dtypes),
         lengths=st.lists(lengths, min_size=1, max_size=3).map(tuple),
         seed=st.integers(0, 2**16),
+        sliding_window=st.one_of(st.none(), st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65]), st.integers(1, 700)),
+        soft_cap=st.sampled_from([None, 1.0, 5.0, 50.0]),
     )
 
 
 def attention(shape: Shape, *, scale: float | None = None) -> Attention:
-    """Draws tokens, writes them into shuffled blocks, computes the answer."""
+    """Draws tokens, writes them into shuffled blocks, computes the answer. Blocks before every window stay NaN."""
     generator = torch.Generator().manual_seed(shape.seed)
     used = [-(-context // shape.block_size) for _, context in shape.lengths]
     num_blocks = sum(used) + 2
@@ -76,17 +89,18 @@ def attention(shape: Shape, *, scale: float | None = None) -> Attention:
     free = iter(torch.randperm(num_blocks, generator=generator).tolist())
     block_tables = torch.full((len(used), max(used) + 1), -1, dtype=torch.int32)
     scale = shape.head_dim**-0.5 if scale is None else scale
+    limits: Limits = {"sliding_window": shape.sliding_window, "soft_cap": shape.soft_cap}
     queries, expected = [], []
     for row, (num_new, context) in enumerate(shape.lengths):
         table = list(itertools.islice(free, used[row]))
         block_tables[row, : used[row]] = torch.tensor(table)
         kv = torch.randn(2, shape.num_kv_heads, context, shape.head_dim, generator=generator).to(shape.dtype)
-        for position in range(context):
+        for position in range(first_read(shape, num_new, context), context):
             cache[table[position // shape.block_size], 1, :, :, position % shape.block_size] = kv[:, :, position]
         # Queries are a slice of something wider, as the model's are.
         wide = torch.randn(num_new, shape.num_kv_heads * shape.group + 2, shape.head_dim, generator=generator)
         queries.append(wide.to(shape.dtype))
-        expected.append(dense_attention(queries[-1][:, :-2], kv[0], kv[1], scale))
+        expected.append(dense_attention(queries[-1][:, :-2], kv[0], kv[1], scale, **limits))
     new_tokens = [0, *itertools.accumulate(num_new for num_new, _ in shape.lengths)]
     return Attention(
         q=torch.cat(queries)[:, :-2],
@@ -96,20 +110,37 @@ def attention(shape: Shape, *, scale: float | None = None) -> Attention:
         cu_seqlens=torch.tensor(new_tokens, dtype=torch.int32),
         context_lens=torch.tensor([context for _, context in shape.lengths], dtype=torch.int32),
         scale=scale,
+        limits=limits,
         expected=np.concatenate(expected),
     )
 
 
-def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Array:
+def first_read(shape: Shape, num_new: int, context: int) -> int:
+    """The first position of the first block that holds a key which one of the new tokens sees."""
+    window = context if shape.sliding_window is None else shape.sliding_window
+    return max(0, context - num_new - window + 1) // shape.block_size * shape.block_size
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Array:
     """Causal attention in float64. q: [n, Hq, D], the last n positions; k, v: [Hkv, c, D]. Returns [n, Hq, D]."""
     queries, keys, values = float64(q), float64(k), float64(v)
     group = queries.shape[1] // keys.shape[0]
     out = np.empty(queries.shape)
     for i, h in np.ndindex(queries.shape[:2]):
         seen = keys.shape[1] - queries.shape[0] + i + 1
-        scores = keys[h // group, :seen] @ queries[i, h] * scale
+        first = 0 if sliding_window is None else max(0, seen - sliding_window)
+        scores = keys[h // group, first:seen] @ queries[i, h] * scale
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
         weights = np.exp(scores - scores.max())
-        out[i, h] = weights @ values[h // group, :seen] / weights.sum()
+        out[i, h] = weights @ values[h // group, first:seen] / weights.sum()
     return out
 
 

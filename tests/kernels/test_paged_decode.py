@@ -17,7 +17,9 @@ SHAPE = Shape(3, 3, 64, 16, torch.float32, ((1, 40), (1, 16), (1, 1)), seed=7)
 def decode(case: Attention, implementation: str) -> torch.Tensor:
     with using(implementation) as backend:
         return paged_decode(
-            case.q, case.k_cache, case.v_cache, case.block_tables, case.context_lens, case.scale, backend=backend
+            *(case.q, case.k_cache, case.v_cache, case.block_tables, case.context_lens, case.scale),
+            **case.limits,
+            backend=backend,
         )
 
 
@@ -50,6 +52,17 @@ def test_padding_rows_without_context_give_zeros(implementation: str) -> None:
     out = decode(case, implementation)
     assert out[1].eq(0).all()
     assert_close(out[[0, 2]], case.expected[[0, 2]])
+
+
+@every_backend
+@pytest.mark.parametrize("head_dim", [20, 264])
+@pytest.mark.parametrize(("sliding_window", "soft_cap"), [(1, None), (17, None), (33, 5.0), (1000, None), (None, 0.5)])
+def test_windows_and_soft_caps(
+    implementation: str, head_dim: int, sliding_window: int | None, soft_cap: float | None
+) -> None:
+    shape = dataclasses.replace(SHAPE, head_dim=head_dim, sliding_window=sliding_window, soft_cap=soft_cap)
+    case = attention(shape, scale=4 * head_dim**-0.5)  # scores past the caps
+    assert_close(decode(case, implementation), case.expected, extra=1e-5)
 
 
 def test_float64_is_computed_in_float64() -> None:
@@ -107,6 +120,8 @@ def test_a_context_longer_than_its_table_is_refused(implementation: str) -> None
         ({"context_lens": torch.ones(3, dtype=torch.int64)}, TypeError, "context_lens has dtype torch.int64"),
         ({"block_tables": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, r"block_tables has shape \(2, 3\)"),
         ({"v_cache": torch.zeros(8, 3, 16, 64)}, ValueError, "v_cache has"),
+        ({"limits": {"sliding_window": 0}}, ValueError, "sliding_window = 0: must be at least 1"),
+        ({"limits": {"soft_cap": 0.0}}, ValueError, "soft_cap = 0.0: must be above 0"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:

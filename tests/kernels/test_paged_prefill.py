@@ -18,6 +18,7 @@ def prefill(case: Attention, implementation: str) -> torch.Tensor:
     with using(implementation) as backend:
         return paged_prefill(
             *(case.q, case.k_cache, case.v_cache, case.block_tables, case.cu_seqlens, case.context_lens, case.scale),
+            **case.limits,
             backend=backend,
         )
 
@@ -52,6 +53,18 @@ def test_scores_far_apart_do_not_overflow(implementation: str) -> None:
 
 
 @every_backend
+@pytest.mark.parametrize("head_dim", [20, 264])
+@pytest.mark.parametrize(("sliding_window", "soft_cap"), [(1, None), (17, None), (60, 5.0), (1000, None), (None, 0.5)])
+def test_windows_and_soft_caps(
+    implementation: str, head_dim: int, sliding_window: int | None, soft_cap: float | None
+) -> None:
+    lengths = ((100, 200), (9, 150), (70, 70))
+    shape = dataclasses.replace(SHAPE, lengths=lengths, group=1, sliding_window=sliding_window, soft_cap=soft_cap)
+    case = attention(dataclasses.replace(shape, head_dim=head_dim), scale=4 * head_dim**-0.5)  # scores past the caps
+    assert_close(prefill(case, implementation), case.expected, extra=1e-5)
+
+
+@every_backend
 def test_a_sequence_without_new_tokens_is_left_out(implementation: str) -> None:
     case = attention(SHAPE)
     cu_seqlens = torch.tensor([0, 40, 40, 45, 46], dtype=torch.int32)
@@ -69,8 +82,9 @@ def test_no_tokens_at_all(implementation: str) -> None:
     assert prefill(dataclasses.replace(case, q=case.q[:0], cu_seqlens=zeros), implementation).shape == (0, 9, 64)
 
 
-def test_chunks_give_what_the_whole_gives() -> None:
-    whole = attention(dataclasses.replace(SHAPE, lengths=((100, 100),)))
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_chunks_give_what_the_whole_gives(sliding_window: int | None) -> None:
+    whole = attention(dataclasses.replace(SHAPE, lengths=((100, 100),), sliding_window=sliding_window))
     for start, end in ((0, 33), (33, 34), (34, 100)):
         chunk = dataclasses.replace(
             whole,

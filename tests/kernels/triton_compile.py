@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import kv_write, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul
+from kernels import gelu_mul, kv_write, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul
 
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
@@ -47,9 +47,14 @@ def run_attention(dtype: torch.dtype, head_dim: int) -> None:
     k_cache, v_cache = cache[:, 0, 0], cache[:, 0, 1]
     q = torch.zeros(4, 9, head_dim, dtype=dtype)
     tables, lengths = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
-    paged_decode.paged_decode(q, k_cache, v_cache, tables, lengths, 0.1, backend="triton")
     starts = torch.arange(5, dtype=torch.int32)
-    paged_prefill.paged_prefill(q, k_cache, v_cache, tables, starts, lengths, 0.1, backend="triton")
+    for window, cap in ((None, None), (20, None), (None, 50.0)):
+        paged_decode.paged_decode(
+            *(q, k_cache, v_cache, tables, lengths, 0.1), sliding_window=window, soft_cap=cap, backend="triton"
+        )
+        paged_prefill.paged_prefill(
+            *(q, k_cache, v_cache, tables, starts, lengths, 0.1), sliding_window=window, soft_cap=cap, backend="triton"
+        )
 
 
 def run_other_ops(dtype: torch.dtype, head_dim: int) -> None:
@@ -63,6 +68,7 @@ def run_other_ops(dtype: torch.dtype, head_dim: int) -> None:
     rms_norm.fused_add_rms_norm(x, x, weight, 1e-5, backend="triton")
     rope.rope(q, k, slots, angles, angles, backend="triton")
     silu_mul.silu_mul(x, backend="triton")
+    gelu_mul.gelu_mul(x, backend="triton")
     logits = torch.zeros(2, 49_152)
     sampling.filter_logits(logits, [5, 0], [0.9, 0.5], [0.0, 0.1], backend="triton")
     sampling.draw(logits.softmax(-1), [0.1, 0.2], backend="triton")

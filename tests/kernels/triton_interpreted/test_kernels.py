@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import kv_write, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul
+from kernels import gelu_mul, kv_write, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul
 from tests.kernels.cases import Shape, assert_close, attention, float64
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -22,12 +22,22 @@ def shape(dtype: torch.dtype, *lengths: tuple[int, int]) -> Shape:
     return Shape(2, 3, 64, 16, dtype, lengths, seed=3)
 
 
+# (sliding window, soft cap)
+LIMITS = [(1, None), (40, None), (100, 20.0), (None, 1.0)]
 DECODE_SHAPES = [
+    *(
+        dataclasses.replace(shape(torch.float32, (1, 530), (1, 65), (1, 16)), sliding_window=window, soft_cap=cap)
+        for window, cap in LIMITS
+    ),
     *(shape(dtype, (1, 530), (1, 16), (1, 1)) for dtype in DTYPES),
     dataclasses.replace(shape(torch.float32, (1, 65), (1, 64)), group=1, head_dim=128, block_size=8),
     dataclasses.replace(shape(torch.float32, (1, 33)), num_kv_heads=1, group=20, head_dim=72, block_size=32),
 ]
 PREFILL_SHAPES = [
+    *(
+        dataclasses.replace(shape(torch.float32, (70, 180), (1, 17), (5, 5)), sliding_window=window, soft_cap=cap)
+        for window, cap in LIMITS
+    ),
     *(shape(dtype, (70, 80), (1, 17), (5, 5)) for dtype in DTYPES),
     dataclasses.replace(shape(torch.float32, (3, 66)), group=1, head_dim=128, block_size=8),
     dataclasses.replace(shape(torch.float32, (9, 33)), num_kv_heads=1, group=4, head_dim=72, block_size=32),
@@ -38,7 +48,9 @@ PREFILL_SHAPES = [
 def test_paged_decode(drawn: Shape) -> None:
     case = attention(drawn)
     out = paged_decode.paged_decode(
-        case.q, case.k_cache, case.v_cache, case.block_tables, case.context_lens, case.scale, backend="triton"
+        *(case.q, case.k_cache, case.v_cache, case.block_tables, case.context_lens, case.scale),
+        **case.limits,
+        backend="triton",
     )
     assert_close(out, case.expected, extra=WEIGHT_ROUNDING[drawn.dtype])
 
@@ -58,6 +70,7 @@ def test_paged_prefill(drawn: Shape) -> None:
     case = attention(drawn)
     out = paged_prefill.paged_prefill(
         *(case.q, case.k_cache, case.v_cache, case.block_tables, case.cu_seqlens, case.context_lens, case.scale),
+        **case.limits,
         backend="triton",
     )
     assert_close(out, case.expected, extra=WEIGHT_ROUNDING[drawn.dtype])
@@ -131,6 +144,14 @@ def test_silu_mul(dtype: torch.dtype, columns: int) -> None:
     gate_up = (torch.randn(3, 2 * columns + 5) * 4).to(dtype)[:, : 2 * columns]
     gate, up = np.split(float64(gate_up), 2, axis=1)
     assert_close(silu_mul.silu_mul(gate_up, backend="triton"), gate / (1 + np.exp(-gate)) * up)
+
+
+@every_dtype
+def test_gelu_mul(dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(3, 1105) * 4).to(dtype)[:, :1100]
+    gate, up = np.split(float64(gate_up), 2, axis=1)
+    twice = np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3)
+    assert_close(gelu_mul.gelu_mul(gate_up, backend="triton"), gate / (1 + np.exp(np.minimum(-twice, 700.0))) * up)
 
 
 def test_filters_equal_the_reference() -> None:
