@@ -62,6 +62,8 @@ class StreamReader:
         self.router_id = ""  # of the present connection
         self.num_discarded = 0
         self._spoke = False  # in this slice
+        self._call: Any = None  # the present connection
+        self._cut_off = ""  # why we cancelled it
         self._pod = pod
         self._router_ids = (f"{router_id}/{number}" for number in itertools.count(1))
         self._stub = stub
@@ -106,7 +108,8 @@ class StreamReader:
         """Reads one connection to its end, and returns why it ended."""
         self.router_id = next(self._router_ids)
         call = self._stub.StreamTokens(pods_pb2.StreamTokensRequest(router_id=self.router_id))
-        silence = asyncio.create_task(self._cut_off_when_silent(call), name=f"silence of {self._pod.pod_id}")
+        self._call, self._cut_off = call, ""
+        silence = asyncio.create_task(self._watch_for_silence(), name=f"silence of {self._pod.pod_id}")
         try:
             while True:
                 message = await call.read()
@@ -117,23 +120,31 @@ class StreamReader:
                     return f"another epoch answers at {self._pod.address}: {message.epoch} != {self._pod.epoch}"
                 self._deliver(message)
         except asyncio.CancelledError:
-            if not silence.done() or current_task_is_cancelled():
+            if not self._cut_off or current_task_is_cancelled():
                 raise
-            return f"no word on the token stream for {SILENCE_S} s"
+            return self._cut_off
         except grpc.aio.AioRpcError as error:
             return f"the token stream broke: {from_rpc(error).message}"
         finally:
             silence.cancel()
             call.cancel()
 
-    async def _cut_off_when_silent(self, call: Any) -> None:
-        """Cancels the call after SILENCE_S, in slices: what this process itself slept through is one slice at most."""
+    def reconnect(self, why: str) -> None:
+        """Everything on the present connection fails now, unread messages included, and another one is opened."""
+        if self.connected:
+            self._cut_off = why
+            self._break(why)
+            self._call.cancel()
+
+    async def _watch_for_silence(self) -> None:
+        """Ends the connection after SILENCE_S, in slices: what this process slept through is one slice at most."""
         num_silent = 0
         while num_silent < SILENCE_SLICES:
             self._spoke = False
             await asyncio.sleep(SILENCE_S / SILENCE_SLICES)
             num_silent = 0 if self._spoke else num_silent + 1
-        call.cancel()
+        self._cut_off = f"no word on the token stream for {SILENCE_S} s"
+        self._call.cancel()
 
     def _deliver(self, message: pods_pb2.StepTokens) -> None:
         if not self.connected:
