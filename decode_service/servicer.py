@@ -263,6 +263,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         if stream is None or stream.ended:
             raise PodUnavailable(
                 f"router_id = {router_id!r}: has no open token stream, call StreamTokens first",
+                field="router_id",  # by which the router knows that its stream is not what it thinks
                 pod_id=self._pod.plan.pod_id,
             )
         return stream

@@ -138,6 +138,13 @@ class DecodeClient(PodClient):
     def reachable(self) -> bool:
         return self.tokens.connected
 
+    def error_of(self, error: grpc.aio.AioRpcError) -> PdserveError:
+        """A pod that does not know our stream has ended it; we may have much to read before we see that."""
+        raised = super().error_of(error)
+        if raised.field == "router_id" and self.tokens.router_id in raised.message:
+            self.tokens.reconnect("the pod has ended the token stream")
+        return raised
+
     def reserve(self, request: pods_pb2.ReserveRequest) -> PodCall[pods_pb2.Credit]:
         return self.call(self._stub.Reserve, request, request.wait_ms / 1000 + CALL_S)
 

@@ -152,6 +152,19 @@ async def test_14_a_router_that_stood_still_does_not_blame_its_pods(
         assert len(outcome.ledger.attempts) == 1
 
 
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_14_a_stream_that_only_the_router_believes_in_is_opened_again(
+    registry_url: str, tmp_path: Path, prefill: int
+) -> None:
+    """The pod has cut off a router that stood still, and the router has a backlog to read before it sees the end."""
+    async with running_stack(registry_url, tmp_path, prefill=prefill) as stack:
+        stack.pods.pods[-1].role.streams.clear()  # type: ignore[attr-defined]  # the decode role's own
+        request = long_running(20, 20)
+        outcome = await stack.generate(request)
+        assert_right(outcome, request)
+        assert [bool(attempt.failure) for attempt in outcome.ledger.attempts] == [True, False]
+
+
 async def test_17_the_only_decode_pod_drains_before_its_successor_is_there(registry_url: str, tmp_path: Path) -> None:
     """It refuses at once, and the router does not know why yet: that must not cost a request all its attempts."""
     async with running_stack(registry_url, tmp_path, prefill=0) as stack:
