@@ -68,6 +68,8 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         spec = parse_spec(request.sequence, self._pod.plan.model)
         self._check_layout(request.layout_fingerprint)
         self._check_open()
+        if request.HasField("source"):
+            self._puller.connect(request.source)
         entry = self.table.add(Entry(spec.sequence_id, self._stream_of(request.router_id), State.WAITING))
         try:
             reservation = await self._wait_for_blocks(entry, spec, request.wait_ms / 1000)

@@ -42,12 +42,12 @@ class Peers:
         self._timeout_s = timeout_s
         self._peers: dict[PeerKey, asyncio.Task[Peer]] = {}
 
-    async def get(self, handoff: kv_pb2.KVHandoff) -> Peer:
-        """Raises PeerLost when the pod cannot be reached, LeaseExpired when it has restarted since the hand-off."""
-        key = (handoff.source_pod_id, handoff.source_epoch)
+    async def get(self, source: kv_pb2.KVSource) -> Peer:
+        """Raises PeerLost when the pod cannot be reached, LeaseExpired when another epoch answers."""
+        key = (source.pod_id, source.epoch)
         task = self._peers.pop(key, None)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = asyncio.create_task(self._connect(handoff.source_address, key))
+            task = asyncio.create_task(self._connect(source.address, key))
             task.add_done_callback(retrieve)
         self._peers[key] = task  # now the last one in the dictionary: the most recently used
         return await asyncio.shield(task)

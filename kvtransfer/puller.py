@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -113,6 +113,20 @@ class Puller:
         self._release(handoff)
         return PullResult(plan.num_bytes, self._clock() - started_at)
 
+    def connect(self, source: kv_pb2.KVSource) -> None:
+        """Begins to connect in the background, so that the first pull from `source` finds it done.
+
+        A failure is left for that pull to find again and to report.
+        """
+        if not self._closed:
+            self._in_background(self._connect(source))
+
+    async def _connect(self, source: kv_pb2.KVSource) -> None:
+        try:
+            await self._peers.get(source)
+        except (TransferFailed, nixlError) as error:
+            logger.info("connecting ahead to pod %s: %s", source.pod_id, error)
+
     @asynccontextmanager
     async def _tracked(self, transfer: Transfer) -> AsyncIterator[Transfer]:
         """Lists the transfer while it lasts. Raises InternalError when another one fills one of its blocks."""
@@ -135,7 +149,7 @@ class Puller:
             return
         renewing = asyncio.create_task(self._renew(handoff))
         try:
-            peer = await self._peers.get(handoff)
+            peer = await self._peers.get(source_of(handoff))
             check_layouts(self._endpoint, peer, handoff)
             check_blocks(plan, peer)
             transfer.on(Event.CONNECTED)
@@ -210,14 +224,17 @@ class Puller:
         """Best effort: when it cannot be delivered, the lease expires."""
         message = kv_pb2.LeaseNotification(action=action, lease_id=handoff.lease_id, owner_epoch=handoff.source_epoch)
         try:
-            peer = await self._peers.get(handoff)
+            peer = await self._peers.get(source_of(handoff))
             send = partial(self._endpoint.agent.send_notif, peer.agent_name, message.SerializeToString())
             await asyncio.get_running_loop().run_in_executor(self._control, send)
         except (TransferFailed, nixlError) as error:
             logger.info("lease %s: %s not sent: %s", handoff.lease_id, action, error)
 
     def _release(self, handoff: kv_pb2.KVHandoff) -> None:
-        task = asyncio.create_task(self._notify(handoff, kv_pb2.LeaseNotification.ACTION_RELEASE))
+        self._in_background(self._notify(handoff, kv_pb2.LeaseNotification.ACTION_RELEASE))
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -243,6 +260,10 @@ class Puller:
         await self._peers.close()
         for threads in (self._threads, self._control):
             await asyncio.get_running_loop().run_in_executor(None, threads.shutdown)
+
+
+def source_of(handoff: kv_pb2.KVHandoff) -> kv_pb2.KVSource:
+    return kv_pb2.KVSource(pod_id=handoff.source_pod_id, epoch=handoff.source_epoch, address=handoff.source_address)
 
 
 def block_rows(base: int, stride: int, indices: Sequence[int], num_bytes: int) -> Rows:

@@ -134,6 +134,34 @@ class LayerGroup(_message.Message):
 Global___LayerGroup: _TypeAlias = LayerGroup  # noqa: Y015
 
 @_typing.final
+class KVSource(_message.Message):
+    """An incarnation of a pod to read from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POD_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    pod_id: _builtins.str
+    epoch: _builtins.str
+    address: _builtins.str
+    """gRPC, for KVTransfer.GetAgentMetadata"""
+    def __init__(
+        self,
+        *,
+        pod_id: _builtins.str = ...,
+        epoch: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "pod_id", b"pod_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVSource: _TypeAlias = KVSource  # noqa: Y015
+
+@_typing.final
 class KVHandoff(_message.Message):
     """All that a decode pod needs to continue a sequence which a prefill pod began."""
 

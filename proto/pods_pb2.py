@@ -26,7 +26,7 @@ from proto import common_pb2 as proto_dot_common__pb2
 from proto import kv_pb2 as proto_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10proto/pods.proto\x12\npdserve.v1\x1a\x12proto/common.proto\x1a\x0eproto/kv.proto\"\xab\x01\n\x0cSequenceSpec\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x03 \x03(\x05\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"N\n\x0ePrefillRequest\x12*\n\x08sequence\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\xe6\x01\n\x0fPrefillResponse\x12,\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.TokenOutput\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12&\n\x07handoff\x18\x03 \x01(\x0b\x32\x15.pdserve.v1.KVHandoff\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x05\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tcompute_s\x18\x06 \x01(\x01\x12\r\n\x05\x65poch\x18\x07 \x01(\t\"6\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"(\n\x14ReleaseLeaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"\x8c\x01\n\x0eReserveRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12*\n\x08sequence\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x1a\n\x12layout_fingerprint\x18\x03 \x01(\t\x12\x0f\n\x07wait_ms\x18\x04 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\r\"[\n\x06\x43redit\x12\x11\n\tcredit_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x14\n\x0cremaining_ms\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x05\"8\n\x14ReleaseCreditRequest\x12\x11\n\tcredit_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\")\n\x15ReleaseCreditResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"\x8e\x01\n\x12StartDecodeRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12*\n\x08sequence\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x11\n\tcredit_id\x18\x03 \x01(\t\x12&\n\x07handoff\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.KVHandoff\"$\n\x13StartDecodeResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"+\n\x14\x41\x62ortSequenceRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\"&\n\x15\x41\x62ortSequenceResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"(\n\x13StreamTokensRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"w\n\x0fSequenceTimings\x12\x12\n\ntransfer_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x04 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x05 \x01(\x04\"\x87\x02\n\x0eSequenceTokens\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\'\n\x06tokens\x18\x02 \x03(\x0b\x32\x17.pdserve.v1.TokenOutput\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.ErrorInfo\x12,\n\x07timings\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.SequenceTimings\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x05\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x05\"X\n\nStepTokens\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12-\n\tsequences\x18\x03 \x03(\x0b\x32\x1a.pdserve.v1.SequenceTokens2\xa3\x01\n\nPrefillPod\x12\x42\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x1b.pdserve.v1.PrefillResponse\x12Q\n\x0cReleaseLease\x12\x1f.pdserve.v1.ReleaseLeaseRequest\x1a .pdserve.v1.ReleaseLeaseResponse2\x8d\x03\n\tDecodePod\x12\x39\n\x07Reserve\x12\x1a.pdserve.v1.ReserveRequest\x1a\x12.pdserve.v1.Credit\x12T\n\rReleaseCredit\x12 .pdserve.v1.ReleaseCreditRequest\x1a!.pdserve.v1.ReleaseCreditResponse\x12N\n\x0bStartDecode\x12\x1e.pdserve.v1.StartDecodeRequest\x1a\x1f.pdserve.v1.StartDecodeResponse\x12T\n\rAbortSequence\x12 .pdserve.v1.AbortSequenceRequest\x1a!.pdserve.v1.AbortSequenceResponse\x12I\n\x0cStreamTokens\x12\x1f.pdserve.v1.StreamTokensRequest\x1a\x16.pdserve.v1.StepTokens0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10proto/pods.proto\x12\npdserve.v1\x1a\x12proto/common.proto\x1a\x0eproto/kv.proto\"\xab\x01\n\x0cSequenceSpec\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x03 \x03(\x05\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"N\n\x0ePrefillRequest\x12*\n\x08sequence\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\xe6\x01\n\x0fPrefillResponse\x12,\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.TokenOutput\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12&\n\x07handoff\x18\x03 \x01(\x0b\x32\x15.pdserve.v1.KVHandoff\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x05\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tcompute_s\x18\x06 \x01(\x01\x12\r\n\x05\x65poch\x18\x07 \x01(\t\"6\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"(\n\x14ReleaseLeaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"\xb2\x01\n\x0eReserveRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12*\n\x08sequence\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x1a\n\x12layout_fingerprint\x18\x03 \x01(\t\x12\x0f\n\x07wait_ms\x18\x04 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\r\x12$\n\x06source\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.KVSource\"[\n\x06\x43redit\x12\x11\n\tcredit_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x14\n\x0cremaining_ms\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x05\"8\n\x14ReleaseCreditRequest\x12\x11\n\tcredit_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\")\n\x15ReleaseCreditResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"\x8e\x01\n\x12StartDecodeRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12*\n\x08sequence\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x11\n\tcredit_id\x18\x03 \x01(\t\x12&\n\x07handoff\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.KVHandoff\"$\n\x13StartDecodeResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"+\n\x14\x41\x62ortSequenceRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\"&\n\x15\x41\x62ortSequenceResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"(\n\x13StreamTokensRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"w\n\x0fSequenceTimings\x12\x12\n\ntransfer_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x04 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x05 \x01(\x04\"\x87\x02\n\x0eSequenceTokens\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\'\n\x06tokens\x18\x02 \x03(\x0b\x32\x17.pdserve.v1.TokenOutput\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.ErrorInfo\x12,\n\x07timings\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.SequenceTimings\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x05\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x05\"X\n\nStepTokens\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12-\n\tsequences\x18\x03 \x03(\x0b\x32\x1a.pdserve.v1.SequenceTokens2\xa3\x01\n\nPrefillPod\x12\x42\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x1b.pdserve.v1.PrefillResponse\x12Q\n\x0cReleaseLease\x12\x1f.pdserve.v1.ReleaseLeaseRequest\x1a .pdserve.v1.ReleaseLeaseResponse2\x8d\x03\n\tDecodePod\x12\x39\n\x07Reserve\x12\x1a.pdserve.v1.ReserveRequest\x1a\x12.pdserve.v1.Credit\x12T\n\rReleaseCredit\x12 .pdserve.v1.ReleaseCreditRequest\x1a!.pdserve.v1.ReleaseCreditResponse\x12N\n\x0bStartDecode\x12\x1e.pdserve.v1.StartDecodeRequest\x1a\x1f.pdserve.v1.StartDecodeResponse\x12T\n\rAbortSequence\x12 .pdserve.v1.AbortSequenceRequest\x1a!.pdserve.v1.AbortSequenceResponse\x12I\n\x0cStreamTokens\x12\x1f.pdserve.v1.StreamTokensRequest\x1a\x16.pdserve.v1.StepTokens0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,31 +44,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASELEASERESPONSE']._serialized_start=611
   _globals['_RELEASELEASERESPONSE']._serialized_end=651
   _globals['_RESERVEREQUEST']._serialized_start=654
-  _globals['_RESERVEREQUEST']._serialized_end=794
-  _globals['_CREDIT']._serialized_start=796
-  _globals['_CREDIT']._serialized_end=887
-  _globals['_RELEASECREDITREQUEST']._serialized_start=889
-  _globals['_RELEASECREDITREQUEST']._serialized_end=945
-  _globals['_RELEASECREDITRESPONSE']._serialized_start=947
-  _globals['_RELEASECREDITRESPONSE']._serialized_end=988
-  _globals['_STARTDECODEREQUEST']._serialized_start=991
-  _globals['_STARTDECODEREQUEST']._serialized_end=1133
-  _globals['_STARTDECODERESPONSE']._serialized_start=1135
-  _globals['_STARTDECODERESPONSE']._serialized_end=1171
-  _globals['_ABORTSEQUENCEREQUEST']._serialized_start=1173
-  _globals['_ABORTSEQUENCEREQUEST']._serialized_end=1216
-  _globals['_ABORTSEQUENCERESPONSE']._serialized_start=1218
-  _globals['_ABORTSEQUENCERESPONSE']._serialized_end=1256
-  _globals['_STREAMTOKENSREQUEST']._serialized_start=1258
-  _globals['_STREAMTOKENSREQUEST']._serialized_end=1298
-  _globals['_SEQUENCETIMINGS']._serialized_start=1300
-  _globals['_SEQUENCETIMINGS']._serialized_end=1419
-  _globals['_SEQUENCETOKENS']._serialized_start=1422
-  _globals['_SEQUENCETOKENS']._serialized_end=1685
-  _globals['_STEPTOKENS']._serialized_start=1687
-  _globals['_STEPTOKENS']._serialized_end=1775
-  _globals['_PREFILLPOD']._serialized_start=1778
-  _globals['_PREFILLPOD']._serialized_end=1941
-  _globals['_DECODEPOD']._serialized_start=1944
-  _globals['_DECODEPOD']._serialized_end=2341
+  _globals['_RESERVEREQUEST']._serialized_end=832
+  _globals['_CREDIT']._serialized_start=834
+  _globals['_CREDIT']._serialized_end=925
+  _globals['_RELEASECREDITREQUEST']._serialized_start=927
+  _globals['_RELEASECREDITREQUEST']._serialized_end=983
+  _globals['_RELEASECREDITRESPONSE']._serialized_start=985
+  _globals['_RELEASECREDITRESPONSE']._serialized_end=1026
+  _globals['_STARTDECODEREQUEST']._serialized_start=1029
+  _globals['_STARTDECODEREQUEST']._serialized_end=1171
+  _globals['_STARTDECODERESPONSE']._serialized_start=1173
+  _globals['_STARTDECODERESPONSE']._serialized_end=1209
+  _globals['_ABORTSEQUENCEREQUEST']._serialized_start=1211
+  _globals['_ABORTSEQUENCEREQUEST']._serialized_end=1254
+  _globals['_ABORTSEQUENCERESPONSE']._serialized_start=1256
+  _globals['_ABORTSEQUENCERESPONSE']._serialized_end=1294
+  _globals['_STREAMTOKENSREQUEST']._serialized_start=1296
+  _globals['_STREAMTOKENSREQUEST']._serialized_end=1336
+  _globals['_SEQUENCETIMINGS']._serialized_start=1338
+  _globals['_SEQUENCETIMINGS']._serialized_end=1457
+  _globals['_SEQUENCETOKENS']._serialized_start=1460
+  _globals['_SEQUENCETOKENS']._serialized_end=1723
+  _globals['_STEPTOKENS']._serialized_start=1725
+  _globals['_STEPTOKENS']._serialized_end=1813
+  _globals['_PREFILLPOD']._serialized_start=1816
+  _globals['_PREFILLPOD']._serialized_end=1979
+  _globals['_DECODEPOD']._serialized_start=1982
+  _globals['_DECODEPOD']._serialized_end=2379
 # @@protoc_insertion_point(module_scope)

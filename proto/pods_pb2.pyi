@@ -185,6 +185,7 @@ class ReserveRequest(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """its stream must be open; the credit ends with it"""
     layout_fingerprint: _builtins.str
@@ -195,6 +196,10 @@ class ReserveRequest(_message.Message):
     """the credit expires unless used"""
     @_builtins.property
     def sequence(self) -> Global___SequenceSpec: ...
+    @_builtins.property
+    def source(self) -> _kv_pb2.KVSource:
+        """that prefill pod; set: connect to it while it computes"""
+
     def __init__(
         self,
         *,
@@ -203,10 +208,11 @@ class ReserveRequest(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         wait_ms: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
+        source: _kv_pb2.KVSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_fingerprint", b"layout_fingerprint", "router_id", b"router_id", "sequence", b"sequence", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_fingerprint", b"layout_fingerprint", "router_id", b"router_id", "sequence", b"sequence", "source", b"source", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from proto import common_pb2, pods_pb2
+from proto import common_pb2, kv_pb2, pods_pb2
 from proto.errors import InternalError, PodUnavailable, from_info
 from router.cluster import Cluster, Placement
 from router.lifecycle import Resource
@@ -64,6 +64,7 @@ class Attempt:
                 layout_fingerprint=prefill.pod.fingerprint,
                 wait_ms=RESERVE_WAIT_MS,
                 ttl_ms=CREDIT_MS,
+                source=kv_pb2.KVSource(pod_id=prefill.pod.pod_id, epoch=prefill.pod.epoch, address=prefill.pod.address),
             )
         )
         self._reserving = asyncio.create_task(call.result(), name=f"reserve {self.sequence_id}")

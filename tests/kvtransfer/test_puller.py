@@ -15,6 +15,7 @@ import pytest
 from kvtransfer import peers
 from kvtransfer.backends.inproc import Fault
 from kvtransfer.lease import LeaseTable
+from kvtransfer.puller import source_of
 from proto import kv_pb2
 from proto.errors import InternalError, LayoutMismatch, LeaseExpired, PeerLost
 from tests.kvtransfer.pods import (
@@ -68,6 +69,29 @@ async def test_the_next_pull_uses_the_same_connection(pods: Pods) -> None:
     pods.answer = None
     await pods.puller.pull(make_handoff([8], 4), [6], 0)
     assert pods.contents(5, 6) == [7, 8]
+
+
+async def test_connecting_ahead_leaves_the_first_pull_only_the_read(pods: Pods) -> None:
+    fetched = asyncio.Event()
+    original = pods.fetch
+
+    async def told(address: str) -> kv_pb2.GetAgentMetadataResponse:
+        fetched.set()
+        return await original(address)
+
+    pods.fetch = told  # type: ignore[method-assign]  # a spy
+    pods.puller.connect(source_of(make_handoff([], 0)))
+    await fetched.wait()
+    pods.answer = None  # a second attempt would fail
+    await pods.puller.pull(make_handoff([7], 4), [5], 0)
+    assert pods.contents(5) == [7]
+
+
+async def test_connecting_ahead_in_vain_is_reported_by_the_pull(pods: Pods) -> None:
+    pods.answer = None
+    pods.puller.connect(source_of(make_handoff([], 0)))
+    with pytest.raises(PeerLost):
+        await pods.puller.pull(make_handoff([7], 4), [5], 0)
 
 
 async def test_concurrent_first_pulls_connect_once(pods: Pods) -> None:
