@@ -24,7 +24,7 @@ export DEMO_PROMPT := $(value PROMPT)
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 16
 
 .PHONY: setup
 setup: $(WARM_STAMP) ## create .venv with what a stack needs
@@ -51,6 +51,14 @@ check: $(TEST_STAMP) ## lint, format, types, import layers, generated stubs
 	@$(PY) -m mypy .
 	@.venv/bin/lint-imports
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m proto.generate --check
+
+.PHONY: bench-transfer
+bench-transfer: $(RUN_STAMP) ## KV transfer as a ratio of memcpy
+	@exec $(PY) -m bench.kvtransfer.bench_transfer $(ARGS)
+
+.PHONY: bench-linear
+bench-linear: $(RUN_STAMP) ## the CPU's linear layers as a ratio of a read and of torch
+	@exec $(PY) -m bench.kernels.bench_linear $(ARGS)
 
 .PHONY: proto
 proto: $(TEST_STAMP) ## generate the Python of proto/*.proto
