@@ -27,6 +27,7 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
+    """system, user or assistant"""
     content: _builtins.str
     name: _builtins.str
     def __init__(

@@ -15,7 +15,8 @@ from proto.errors import InvalidRequest, NotFound
 from router.model import ServedModel
 
 MAX_PROMPT_BYTES = 4 * 1024 * 1024
-MAX_STOP_STRINGS = 16  # the OpenAI front door allows 4 of them
+ROLES = ("system", "user", "assistant")
+MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1024
@@ -76,8 +77,8 @@ def _check_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) ->
         if not request.chat.messages:
             raise invalid("chat.messages", [], "must hold at least one message")
         for number, message in enumerate(request.chat.messages):
-            if not message.role:
-                raise invalid(f"chat.messages[{number}].role", "", "must not be empty")
+            if message.role not in ROLES:
+                raise invalid(f"chat.messages[{number}].role", message.role, f"must be one of {', '.join(ROLES)}")
         _check_bytes("chat.messages", [message.content for message in request.chat.messages])
     elif kind == "tokens":
         _check_ids("tokens.token_ids", request.tokens.token_ids, model)

@@ -86,7 +86,12 @@ BAD_PROMPTS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"chat": inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(content="x")])},
         "chat.messages[0].role",
-        "must not be empty",
+        "must be one of system, user, assistant",
+    ),
+    (
+        {"chat": inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="elf", content="x")])},
+        "chat.messages[0].role",
+        "'elf': must be one of system, user, assistant",
     ),
     (
         {"chat": inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user")])},
