@@ -10,7 +10,7 @@ import pytest
 
 from pod.pod import Pod
 from proto import common_pb2, pods_pb2
-from proto.errors import Cancelled, InternalError, InvalidRequest, PodUnavailable, from_rpc
+from proto.errors import Cancelled, InvalidRequest, PodUnavailable, from_rpc
 from tests.support.cluster import Cluster, assert_idle
 from tests.support.pod_client import LEASE_MS, PodClient, right_answer, spec
 from tests.support.polling import until
@@ -178,7 +178,7 @@ async def test_bytes_that_are_no_request(pod: Pod) -> None:
         prefill: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/pdserve.v1.PrefillPod/Prefill")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await prefill(b"\xff\xff\xff")
-    assert isinstance(from_rpc(caught.value), InternalError)
+    assert isinstance(from_rpc(caught.value), InvalidRequest)
     await assert_idle(pod)
 
 
