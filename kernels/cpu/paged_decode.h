@@ -11,8 +11,15 @@ namespace {
 constexpr int DECODE_TILE = 32;  // keys between two softmax steps
 constexpr int MAX_GROUP = 8;     // query heads that fit the registers at once
 
+// Where the rows of a tile's keys begin in the cache.
+struct Tile {
+  int64_t offsets[DECODE_TILE];
+  int64_t count = 0;
+};
+
 template <class T, int G>
 struct DecodeGroup {
+  static constexpr int64_t PER_LINE = 64 / sizeof(T);  // elements of a cache line
   ContextReader<T> context;
   int64_t head_dim;
   Scoring scoring;
@@ -48,32 +55,51 @@ struct DecodeGroup {
       for (int g = 0; g < G; g++) scores[g][i + key] = sum(dots[key][g]);
   }
 
-  void score(const int64_t* offsets, int64_t count) {
+  // Blocks lie far apart, where the processor's own prefetching does not follow: the next tile's K is fetched while
+  // this one's is used, and its V likewise in `accumulate`.
+  void score(const Tile& tile, const Tile& next) {
     constexpr int KEYS = G >= 5 ? 1 : 8 / G;
     int64_t i = 0;
-    for (; i + KEYS <= count; i += KEYS) score_keys<KEYS>(offsets, i);
-    for (; i < count; i++) score_keys<1>(offsets, i);
+    for (; i + KEYS <= tile.count; i += KEYS) {
+      for (int64_t key = i; key < min(i + KEYS, next.count); key++) prefetch_row(context.k + next.offsets[key]);
+      score_keys<KEYS>(tile.offsets, i);
+    }
+    for (; i < tile.count; i++) score_keys<1>(tile.offsets, i);
   }
 
-  void accumulate(const int64_t* offsets, int64_t count, int64_t d) {
+  void prefetch_row(const T* row) const {
+    for (int64_t d = 0; d < head_dim; d += PER_LINE) __builtin_prefetch(row + d);
+  }
+
+  void accumulate(const Tile& tile, const Tile& next, int64_t d) {
     Vec sums[G];
     for (int g = 0; g < G; g++) sums[g] = load(acc[g] + d) * factors[g];
-    for (int64_t i = 0; i < count; i++) {
-      const Vec v = load_chunk(context.v + offsets[i], d);
+    const int64_t num_fetched = d % PER_LINE ? 0 : next.count;
+    for (int64_t i = 0; i < tile.count; i++) {
+      if (i < num_fetched) __builtin_prefetch(context.v + next.offsets[i] + d);
+      const Vec v = load_chunk(context.v + tile.offsets[i], d);
       for (int g = 0; g < G; g++) sums[g] += v * scores[g][i];
     }
     for (int g = 0; g < G; g++) store(acc[g] + d, sums[g]);
   }
 
+  Tile tile_at(int64_t begin, int64_t context_len) const {
+    Tile tile;
+    tile.count = max(int64_t{0}, min(DECODE_TILE, context_len - begin));
+    for (int64_t i = 0; i < tile.count; i++) tile.offsets[i] = context.offset(begin + i);
+    return tile;
+  }
+
   void attend(int64_t context_len) {
-    int64_t offsets[DECODE_TILE];
-    for (int64_t begin = scoring.first_visible(context_len - 1); begin < context_len; begin += DECODE_TILE) {
-      const int64_t count = min(DECODE_TILE, context_len - begin);
-      for (int64_t i = 0; i < count; i++) offsets[i] = context.offset(begin + i);
-      score(offsets, count);
-      for (int g = 0; g < G; g++) cap_scores(scores[g], count, scoring.soft_cap);
-      for (int g = 0; g < G; g++) factors[g] = softmax[g].update(scores[g], count);
-      for (int64_t d = 0; d < head_dim; d += LANES) accumulate(offsets, count, d);
+    const int64_t first = scoring.first_visible(context_len - 1);
+    Tile tile = tile_at(first, context_len);
+    for (int64_t begin = first; begin < context_len; begin += DECODE_TILE) {
+      const Tile next = tile_at(begin + DECODE_TILE, context_len);
+      score(tile, next);
+      for (int g = 0; g < G; g++) cap_scores(scores[g], tile.count, scoring.soft_cap);
+      for (int g = 0; g < G; g++) factors[g] = softmax[g].update(scores[g], tile.count);
+      for (int64_t d = 0; d < head_dim; d += LANES) accumulate(tile, next, d);
+      tile = next;
     }
   }
 
