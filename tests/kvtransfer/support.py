@@ -11,9 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from kvtransfer.agent import Agent
+from kvtransfer.agent import Agent, AgentConfig
 
 PATIENCE_S = 20.0
 
@@ -24,6 +25,13 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.001)
+
+
+def shm_agent(name: str, runtime_dir: Path) -> Agent:
+    """With a backend that gives sick peers up soon."""
+    agent = Agent(name, AgentConfig(backends=[]))
+    agent.create_backend("shm", {"runtime_dir": str(runtime_dir), "timeout_s": "0.5"})
+    return agent
 
 
 def drain(agent: Agent, num_messages: int = 1) -> dict[str, list[bytes]]:

@@ -17,32 +17,26 @@ import pytest
 
 from kvtransfer import copying
 from kvtransfer import errors as e
-from kvtransfer.agent import Agent, AgentConfig
+from kvtransfer.agent import Agent
 from kvtransfer.backends import shm_wire as wire
 from kvtransfer.backends.shm import ShmBackend, parse_connection_info
 from kvtransfer.descs import MemType, XferDescs
 from kvtransfer.memory import allocate, shared_files
-from tests.kvtransfer.support import PeerProcess, drain, until
+from tests.kvtransfer.support import PeerProcess, drain, shm_agent, until
 
 SIZE = 1 << 16
 
 
-def make_agent(name: str, runtime_dir: Path) -> Agent:
-    agent = Agent(name, AgentConfig(backends=[]))
-    agent.create_backend("shm", {"runtime_dir": str(runtime_dir), "timeout_s": "0.5"})
-    return agent
-
-
 @pytest.fixture
 def target(runtime_dir: Path) -> Iterator[Agent]:
-    agent = make_agent("target", runtime_dir)
+    agent = shm_agent("target", runtime_dir)
     yield agent
     agent.close()
 
 
 @pytest.fixture
 def other(runtime_dir: Path) -> Iterator[Agent]:
-    agent = make_agent("other", runtime_dir)
+    agent = shm_agent("other", runtime_dir)
     yield agent
     agent.close()
 
@@ -152,7 +146,7 @@ def test_a_link_or_a_file_in_its_place_is_refused(runtime_dir: Path) -> None:
 
 def test_paths_may_be_longer_than_a_socket_address(runtime_dir: Path) -> None:
     deep = runtime_dir / ("d" * 100) / ("e" * 100)
-    one, two = make_agent("one", deep), make_agent("two", deep)
+    one, two = shm_agent("one", deep), shm_agent("two", deep)
     try:
         one.add_remote_agent(two.get_agent_metadata())
         one.send_notif("two", b"hi")
@@ -171,7 +165,7 @@ def test_what_a_killed_agent_left_is_swept(target: Agent, runtime_dir: Path) -> 
         sock.bind(str(stale))  # killed between bind and rename
     os.utime(stale, (1, 1))
     assert len(list(directory.iterdir())) == 3
-    make_agent("next", runtime_dir).close()
+    shm_agent("next", runtime_dir).close()
     _, token = parse_connection_info(target.backends["shm"].connection_info())
     assert [p.name for p in directory.iterdir()] == [f"{token}.sock"]
 
@@ -206,7 +200,7 @@ def test_many_threads_share_one_link(target: Agent, other: Agent) -> None:
 
 def test_an_agent_that_is_forgotten_ends(runtime_dir: Path) -> None:
     threads_before = threading.active_count()
-    agent = make_agent("forgotten", runtime_dir)
+    agent = shm_agent("forgotten", runtime_dir)
     assert len(list((runtime_dir / "kv-shm").glob("*.sock"))) == 1
     del agent
     assert list((runtime_dir / "kv-shm").iterdir()) == []

@@ -15,33 +15,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer import errors as e
-from kvtransfer.agent import Agent, AgentConfig
+from kvtransfer.agent import Agent
 from kvtransfer.backends import shm_listener
 from kvtransfer.backends import shm_wire as wire
 from kvtransfer.backends.shm import parse_connection_info
 from kvtransfer.descs import MemType, XferDescs
 from kvtransfer.memory import allocate
-from tests.kvtransfer.support import drain
+from tests.kvtransfer.support import drain, shm_agent
 
 SIZE = 1 << 16
 
 
-def make_agent(name: str, runtime_dir: Path) -> Agent:
-    agent = Agent(name, AgentConfig(backends=[]))
-    agent.create_backend("shm", {"runtime_dir": str(runtime_dir), "timeout_s": "0.5"})
-    return agent
-
-
 @pytest.fixture
 def target(runtime_dir: Path) -> Iterator[Agent]:
-    agent = make_agent("target", runtime_dir)
+    agent = shm_agent("target", runtime_dir)
     yield agent
     agent.close()
 
 
 @pytest.fixture
 def other(runtime_dir: Path) -> Iterator[Agent]:
-    agent = make_agent("other", runtime_dir)
+    agent = shm_agent("other", runtime_dir)
     yield agent
     agent.close()
 

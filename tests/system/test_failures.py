@@ -18,7 +18,6 @@ from pod.pod import Pod
 from proto import inference_pb2 as pb
 from proto.errors import Overloaded, PodUnavailable
 from router import token_stream
-from router.attempt import Attempt
 from router.client import RouterClient
 from router.lifecycle import State
 from router.request import Request
@@ -36,30 +35,6 @@ def decode_pod_of(stack: Stack, request: Request) -> Pod:
     assert request._attempt is not None, "it was placed"
     name = request._attempt.placement.decode.pod.pod_id
     return next(pod for pod in stack.pods.pods if pod.plan.pod_id == name)
-
-
-async def test_3_a_refused_start_frees_the_prefill_pod_at_once(
-    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The credit is gone when the hand-off comes. The lease would last 10 s, twice as long as `assert_idle` waits."""
-    async with running_stack(registry_url, tmp_path) as stack:
-        original = Attempt.start
-        refused: list[str] = []
-
-        async def start(self: Attempt) -> None:
-            if not refused:
-                refused.append(self.sequence_id)
-                await self.placement.decode.abort(self.sequence_id)
-            await original(self)
-
-        monkeypatch.setattr(Attempt, "start", start)
-        request = long_running(100, 10)
-        outcome = await stack.generate(request)
-        assert_right(outcome, request)
-        first, second = outcome.ledger.attempts
-        assert first.failure.startswith("transfer_failed"), "credits and leases that expire are nobody's fault"
-        assert (first.prefill_pod, first.decode_pod) == (second.prefill_pod, second.decode_pod)
-        await stack.pods.assert_idle()
 
 
 @pytest.mark.parametrize(
