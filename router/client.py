@@ -9,7 +9,7 @@ from typing import Self
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from proto import inference_pb2, inference_pb2_grpc
+from proto import common_pb2, inference_pb2, inference_pb2_grpc
 from proto.errors import from_rpc
 from proto.service import channel
 
@@ -31,11 +31,14 @@ class RouterClient:
         Use it under `contextlib.aclosing` when you may leave early: only then is the cancellation immediate.
         """
         call = self._stub.Generate(request, timeout=timeout_s)
+        is_finished = False
         try:
             async for response in call:
+                is_finished = response.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error) from None
+            if not is_finished:  # a deadline that passes after the last response concerns nobody
+                raise from_rpc(error) from None
         finally:
             call.cancel()
 
