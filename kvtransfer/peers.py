@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -98,8 +99,8 @@ class Peers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def retrieve(task: asyncio.Task[Peer]) -> None:
-    """Marks a failure as seen: when every user was cancelled, nobody is left to hear of it."""
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """Marks a failure as seen: when everybody who waits was cancelled, nobody is left to hear of it."""
     if not task.cancelled():
         task.exception()
 

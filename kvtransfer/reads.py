@@ -11,6 +11,7 @@ from typing import Any
 from kvtransfer.agent import Agent
 from kvtransfer.errors import nixlRepostActiveError
 from kvtransfer.handles import XferHandle
+from kvtransfer.peers import retrieve
 from kvtransfer.transfer import Transfer
 
 POLL_S = 0.001
@@ -35,6 +36,8 @@ class Reader:
         for _ in handles:
             transfer.read_posted()
         reads = [asyncio.create_task(self._read(transfer, handle, stop)) for handle in handles]
+        for read in reads:
+            read.add_done_callback(retrieve)
         try:
             done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvtransfer.backends.inproc import Fault
+from kvtransfer.errors import nixlRemoteDisconnectError
+from kvtransfer.handles import XferHandle
 from kvtransfer.puller import Puller
 from proto import kv_pb2
 from proto.errors import PeerLost, PodUnavailable
@@ -191,6 +194,28 @@ async def test_4_cancelled_while_reading(faulty: Pods, fault: Fault) -> None:
         faulty.faults.land(post)
     assert faulty.contents(5) == before
     assert await notes(faulty, 1) == [(Release, "lease")]
+
+
+async def test_a_read_that_fails_after_the_cancellation_is_no_unheard_error(
+    faulty: Pods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted, may_fail = threading.Event(), threading.Event()
+
+    def fail_late(handle: XferHandle) -> str:
+        posted.set()
+        may_fail.wait()
+        raise nixlRemoteDisconnectError("gone")
+
+    monkeypatch.setattr(faulty.decode.agent, "transfer", fail_late)
+    pull = asyncio.create_task(faulty.puller.pull(make_handoff([7], 4), [5], 0))
+    await asyncio.to_thread(posted.wait)
+    (read,) = [task for task in asyncio.all_tasks() if "Reader._read" in repr(task)]
+    pull.cancel()
+    await asyncio.sleep(0)
+    may_fail.set()
+    await cancelled(pull)
+    assert read.done()
+    assert not read._log_traceback, "asyncio would log it when it is collected"
 
 
 async def test_a_cancelled_late_read_is_cut_off_in_the_end(faulty: Pods) -> None:
