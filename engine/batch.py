@@ -23,20 +23,26 @@ class ScheduledSequence:
 
     Tokens start .. start + len(token_ids) - 1 (positions in the sequence) attend to everything before them.
     `sample` is set when the last of them is the sequence's last token: then the runner draws the next one.
+
+    `draft_ids` are guesses at the tokens after those, only ever behind a single token that is sampled. They are
+    computed like tokens, each in the slot that it would have, and the runner draws after each of them too: as far as
+    they are right, the step gives the tokens of several steps (engine/speculation/verify.py). KV of wrong guesses is
+    written over later.
     """
 
     sequence_id: str
     token_ids: tuple[int, ...]
     start: int
-    block_table: tuple[int, ...]  # covers at least start + len(token_ids) tokens
+    block_table: tuple[int, ...]  # covers at least start + len(token_ids) + len(draft_ids) tokens
     sample: bool
     params: SamplingParams
     prompt_ids: Seq[int]  # for penalties
-    output_ids: Seq[int]  # likewise; its length is the output position of the token drawn
+    output_ids: Seq[int]  # likewise; its length is the output position of the (first) token drawn
+    draft_ids: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
-        """Context length after this step."""
+        """Context length after `token_ids`; right drafts add to it."""
         return self.start + len(self.token_ids)
 
 
@@ -47,7 +53,8 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.sequences)
+        """Drafts included: all that is computed."""
+        return sum(len(s.token_ids) + len(s.draft_ids) for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +78,18 @@ class Runner(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
-    def execute(self, batch: Batch) -> list[SampledToken | None]:
-        """One entry for each scheduled sequence, None where `sample` is not set. KV of all tokens is then written."""
+    def execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
+        """The tokens drawn for each scheduled sequence; none where `sample` is not set.
+
+        With drafts: one token more than there were right drafts before the first wrong one. KV of all tokens and drafts
+        is written when it returns.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One sequence's result of one step. Times are the engine clock's seconds."""
+    """One token of one sequence; a step gives several when drafts were right. Times are the engine clock's seconds."""
 
     sequence_id: str
     token: SampledToken

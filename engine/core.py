@@ -180,8 +180,11 @@ class EngineCore:
         tokens = self._execute(batch)
         now = self._clock()
         self._meter.record(batch, now - started_at)
-        events = [self._advance(*pair, now) for pair in zip(batch.sequences, tokens, strict=True)]
-        return [event for event in events if event is not None]
+        return [
+            event
+            for scheduled, drawn in zip(batch.sequences, tokens, strict=True)
+            for event in self._advance(scheduled, drawn, now)
+        ]
 
     def load(self) -> EngineLoad:
         scheduler = self._scheduler
@@ -204,7 +207,7 @@ class EngineCore:
         timed = {seq.id for seq in self._scheduler.waiting} | set(self._scheduler.running)
         assert self._times.keys() == timed, f"times and sequences differ: {sorted(self._times.keys() ^ timed)}"
 
-    def _execute(self, batch: Batch) -> list[SampledToken | None]:
+    def _execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
         try:
             tokens = self._runner.execute(batch)
             _check_tokens(batch, tokens, self._runner.model.vocab_size)
@@ -213,21 +216,24 @@ class EngineCore:
             raise self._failed() from error
         return tokens
 
-    def _advance(self, scheduled: ScheduledSequence, token: SampledToken | None, now: float) -> TokenEvent | None:
-        """Books what one sequence's part of a batch has computed."""
-        seq = self._scheduler.running[scheduled.sequence_id]
-        self._scheduler.computed(seq, scheduled.end)
-        if token is None:
-            return None
-        seq.token_ids.append(token.token_id)
-        reason = self._finish_reason(seq.spec, seq.num_output, token.token_id)
-        times = self._times[seq.id]
+    def _advance(self, scheduled: ScheduledSequence, drawn: tuple[SampledToken, ...], now: float) -> list[TokenEvent]:
+        """Books what one sequence's part of a batch has computed; what was drawn behind the answer's end is dropped."""
+        seq, times = self._scheduler.running[scheduled.sequence_id], self._times[scheduled.sequence_id]
+        events: list[TokenEvent] = []
+        reason = None
+        for token in drawn:
+            seq.token_ids.append(token.token_id)
+            reason = self._finish_reason(seq.spec, seq.num_output, token.token_id)
+            events.append(_event(seq, token, reason, times, now))
+            if reason is not None:
+                break
+        self._scheduler.computed(seq, scheduled.end + max(0, len(events) - 1))  # a right draft's KV is its token's
         if reason is not None:
             self.abort(seq.id)
-        elif seq.hold:
+        elif events and seq.hold:
             del self._times[seq.id]
             self._scheduler.hold(seq)
-        return _event(seq, token, reason, times, now)
+        return events
 
     def _finish_reason(self, spec: SequenceSpec, num_output: int, token_id: int) -> FinishReason | None:
         return finish_reason(
@@ -270,15 +276,18 @@ def _num_prefill_tokens(spec: SequenceSpec) -> int:
     return len(spec.prompt_ids) + len(spec.output_ids)
 
 
-def _check_tokens(batch: Batch, tokens: list[SampledToken | None], vocab_size: int) -> None:
+def _check_tokens(batch: Batch, tokens: list[tuple[SampledToken, ...]], vocab_size: int) -> None:
     """Raises ValueError when a runner broke its contract."""
-    for scheduled, token in zip(batch.sequences, tokens, strict=True):
-        if scheduled.sample is (token is None):
-            raise ValueError(f"sequence {scheduled.sequence_id}: sample = {scheduled.sample}, token = {token}")
-        if token is not None and not 0 <= token.token_id < vocab_size:
+    for scheduled, drawn in zip(batch.sequences, tokens, strict=True):
+        ids = tuple(token.token_id for token in drawn)
+        if scheduled.sample is (not ids):
+            raise ValueError(f"sequence {scheduled.sequence_id}: sample = {scheduled.sample}, tokens = {ids}")
+        if len(ids) > 1 + len(scheduled.draft_ids) or ids[:-1] != scheduled.draft_ids[: len(ids) - 1]:
             raise ValueError(
-                f"sequence {scheduled.sequence_id}: token_id = {token.token_id}: must be below {vocab_size}"
+                f"sequence {scheduled.sequence_id}: tokens = {ids}: must be drafts {scheduled.draft_ids} and one more"
             )
+        if not all(0 <= token_id < vocab_size for token_id in ids):
+            raise ValueError(f"sequence {scheduled.sequence_id}: token_ids = {ids}: must be below {vocab_size}")
 
 
 def _event(seq: Sequence, token: SampledToken, reason: FinishReason | None, times: _Times, now: float) -> TokenEvent:

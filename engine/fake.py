@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, ModelInfo, ScheduledSequence
 from engine.sequence import FinishReason, Logprob, SampledToken, SamplingParams
+from engine.speculation.verify import verified
 from engine.stopping import finish_reason, suppressed_ids
 
 VOCAB_SIZE = 512
@@ -59,6 +60,13 @@ FAKE_MODEL = ModelInfo(
 class FakeAnswer(NamedTuple):
     output_ids: tuple[int, ...]
     finish_reason: FinishReason
+
+
+class _Context(NamedTuple):
+    """What one token is drawn from."""
+
+    block_table: tuple[int, ...]
+    num_tokens: int
 
 
 class FakeRunner:
@@ -88,15 +96,20 @@ class FakeRunner:
         self._prefill_s_per_token = prefill_s_per_token
         self._sleep = sleep
 
-    def execute(self, batch: Batch) -> list[SampledToken | None]:
+    def execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
         self._pace(batch)
         if batch.copies:
             self._kv[[copy.target for copy in batch.copies]] = self._kv[[copy.source for copy in batch.copies]]
         for scheduled in batch.sequences:
             self._write(scheduled)
-        sampled = [scheduled for scheduled in batch.sequences if scheduled.sample]
-        sums = iter(self._read(sampled) if sampled else ())
-        return [_sample(next(sums), s.params, s.output_ids) if s.sample else None for s in batch.sequences]
+        contexts = [_Context(s.block_table, s.end + i) for s in batch.sequences if s.sample for i in _draws(s)]
+        sums = iter(self._read(contexts) if contexts else ())
+        return [self._verify(s, sums) if s.sample else () for s in batch.sequences]
+
+    def _verify(self, scheduled: ScheduledSequence, sums: Iterator[int]) -> tuple[SampledToken, ...]:
+        drafts, output_ids = scheduled.draft_ids, tuple(scheduled.output_ids)
+        drawn = [_sample(next(sums), scheduled.params, output_ids + drafts[:i]) for i in _draws(scheduled)]
+        return verified(drafts, drawn)
 
     def _pace(self, batch: Batch) -> None:
         num_prefill_tokens = sum(len(s.token_ids) for s in batch.sequences if len(s.token_ids) > 1)
@@ -105,21 +118,22 @@ class FakeRunner:
             self._sleep(duration_s)
 
     def _write(self, scheduled: ScheduledSequence) -> None:
-        positions = np.arange(scheduled.start, scheduled.end)
+        token_ids = scheduled.token_ids + scheduled.draft_ids
+        positions = np.arange(scheduled.start, scheduled.start + len(token_ids))
         blocks = np.asarray(scheduled.block_table)[positions // self._block_size]
         offsets = positions % self._block_size
-        self._kv[blocks, 0, offsets] = scheduled.token_ids
+        self._kv[blocks, 0, offsets] = token_ids
         self._kv[blocks, 1, offsets] = positions + 1
 
-    def _read(self, sampled: Seq[ScheduledSequence]) -> list[int]:
-        """For each sequence, what its context's KV bytes add up to, mod 512. One gather for the whole batch."""
-        lengths = np.array([-(-s.end // self._block_size) for s in sampled])  # blocks of each
+    def _read(self, contexts: Seq[_Context]) -> list[int]:
+        """What each context's KV bytes add up to, mod 512. One gather for the whole batch."""
+        lengths = np.array([-(-c.num_tokens // self._block_size) for c in contexts])  # blocks of each
         firsts = np.cumsum(lengths) - lengths
-        tables = [s.block_table[:length] for s, length in zip(sampled, lengths, strict=True)]
+        tables = [c.block_table[:length] for c, length in zip(contexts, lengths, strict=True)]
         kv = self._kv[np.fromiter(itertools.chain.from_iterable(tables), np.int64)]
-        index = np.arange(len(kv)) - np.repeat(firsts, lengths)  # of each block in its sequence
+        index = np.arange(len(kv)) - np.repeat(firsts, lengths)  # of each block in its context
         positions = index[:, None] * self._block_size + np.arange(self._block_size)
-        in_context = positions < np.repeat([s.end for s in sampled], lengths)[:, None]
+        in_context = positions < np.repeat([c.num_tokens for c in contexts], lengths)[:, None]
         products = np.where(in_context, kv[:, 0] * kv[:, 1], 0).sum(axis=1)
         misplaced = np.where(in_context, kv[:, 1] != positions + 1, False).sum(axis=1)
         sums = np.add.reduceat(products, firsts) + np.minimum(np.add.reduceat(misplaced, firsts), VOCAB_SIZE - 1)
@@ -147,6 +161,11 @@ def fake_generate(prompt_ids: Seq[int], params: SamplingParams, output_ids: Seq[
         if reason is not None:
             return FakeAnswer(tuple(token_ids[len(prompt_ids) :]), reason)
     raise AssertionError("every answer ends")
+
+
+def _draws(scheduled: ScheduledSequence) -> range:
+    """One after the last token and one after each draft."""
+    return range(1 + len(scheduled.draft_ids))
 
 
 def _sample(total: int, params: SamplingParams, output_ids: Seq[int]) -> SampledToken:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from engine.flat_batch import FlatBatch
 from engine.model import Model
 from engine.sampler import SampleRow, sample
 from engine.sequence import SampledToken
+from engine.speculation.verify import verified
 from engine.weights import TORCH_DTYPES
 
 
@@ -41,7 +42,7 @@ class TorchRunner:
         return self._model_info
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> list[SampledToken | None]:
+    def execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
         torch.set_num_threads(self._num_threads)  # OpenMP's count belongs to the calling thread
         self._copy_blocks(batch.copies)
         if not batch.sequences:
@@ -49,11 +50,12 @@ class TorchRunner:
         decodes_first = sorted(range(len(batch.sequences)), key=lambda i: len(batch.sequences[i].token_ids) > 1)
         ordered = [batch.sequences[i] for i in decodes_first]
         logits = self._torch_model.forward(flatten(ordered, self._block_size), self._kv)
-        rows = [SampleRow(s.params, s.prompt_ids, s.output_ids) for s in ordered if s.sample]
-        sampled = iter(sample(logits, rows, self._model_info.eos_token_ids))
-        results: list[SampledToken | None] = [None] * len(ordered)
-        for i, sequence in zip(decodes_first, ordered, strict=True):
-            results[i] = next(sampled) if sequence.sample else None
+        rows = [row for s in ordered if s.sample for row in sample_rows(s)]
+        drawn = iter(sample(logits, rows, self._model_info.eos_token_ids))
+        results: list[tuple[SampledToken, ...]] = [()] * len(ordered)
+        for i, s in zip(decodes_first, ordered, strict=True):
+            if s.sample:
+                results[i] = verified(s.draft_ids, tuple(islice(drawn, 1 + len(s.draft_ids))))
         return results
 
     def _copy_blocks(self, copies: Seq[BlockCopy]) -> None:
@@ -71,24 +73,45 @@ def kv_view(kv_memory: NDArray[np.uint8], model: ModelInfo, block_size: int) -> 
     return torch.from_numpy(kv_memory).view(dtype).view(-1, *block_shape)
 
 
+def sample_rows(scheduled: ScheduledSequence) -> list[SampleRow]:
+    """How to draw after the last token and after each draft, which then counts as output."""
+    params, prompt_ids, output_ids = scheduled.params, scheduled.prompt_ids, scheduled.output_ids
+    rows = [SampleRow(params, prompt_ids, output_ids)]
+    for num_drafts in range(1, len(scheduled.draft_ids) + 1):
+        rows.append(SampleRow(params, prompt_ids, (*output_ids, *scheduled.draft_ids[:num_drafts])))
+    return rows
+
+
 def flatten(sequences: Seq[ScheduledSequence], block_size: int) -> FlatBatch:
-    """One batch of all tokens. `sequences` has those of one token (decodes) before all others."""
+    """One batch of all tokens. `sequences` has those of one token (decodes) before all others.
+
+    A draft is a decode like the token before it: with the same block table and a context of one more, it is computed
+    to the bit as it would be in a step of its own.
+    """
     decodes = [s for s in sequences if len(s.token_ids) == 1]
     prefills = [s for s in sequences if len(s.token_ids) > 1]
-    ends = list(accumulate(len(s.token_ids) for s in sequences))
-    positions = np.concatenate([np.arange(s.start, s.end) for s in sequences])
+    ends = list(accumulate(len(s.token_ids) + len(s.draft_ids) for s in sequences))
+    positions = np.concatenate([np.arange(s.start, s.end + len(s.draft_ids)) for s in sequences])
     slots = np.concatenate([_slots(s, block_size) for s in sequences])
     return FlatBatch(
-        token_ids=torch.tensor([token for s in sequences for token in s.token_ids]),
+        token_ids=torch.tensor([token for s in sequences for token in (*s.token_ids, *s.draft_ids)]),
         positions=torch.from_numpy(positions),
         slot_mapping=torch.from_numpy(slots),
         sample_rows=torch.tensor(
-            [end - 1 for s, end in zip(sequences, ends, strict=True) if s.sample], dtype=torch.int64
+            [
+                row
+                for s, end in zip(sequences, ends, strict=True)
+                if s.sample
+                for row in range(end - 1 - len(s.draft_ids), end)
+            ],
+            dtype=torch.int64,
         ),
-        decode_block_tables=_block_tables(decodes),
-        decode_context_lens=_context_lens(decodes),
+        decode_block_tables=_block_tables([s for s in decodes for _ in range(1 + len(s.draft_ids))]),
+        decode_context_lens=torch.tensor(
+            [s.end + i for s in decodes for i in range(1 + len(s.draft_ids))], dtype=torch.int32
+        ),
         prefill_block_tables=_block_tables(prefills),
-        prefill_context_lens=_context_lens(prefills),
+        prefill_context_lens=torch.tensor([s.end for s in prefills], dtype=torch.int32),
         prefill_cu_seqlens=torch.tensor(
             list(accumulate((len(s.token_ids) for s in prefills), initial=0)), dtype=torch.int32
         ),
@@ -96,7 +119,7 @@ def flatten(sequences: Seq[ScheduledSequence], block_size: int) -> FlatBatch:
 
 
 def _slots(sequence: ScheduledSequence, block_size: int) -> NDArray[np.int64]:
-    positions = np.arange(sequence.start, sequence.end)
+    positions = np.arange(sequence.start, sequence.end + len(sequence.draft_ids))
     table = np.asarray(sequence.block_table, dtype=np.int64)
     return np.asarray(table[positions // block_size] * block_size + positions % block_size)
 
@@ -108,7 +131,3 @@ def _block_tables(sequences: Seq[ScheduledSequence]) -> torch.Tensor:
     for row, sequence in zip(tables, sequences, strict=True):
         row[: len(sequence.block_table)] = sequence.block_table
     return torch.from_numpy(tables)
-
-
-def _context_lens(sequences: Seq[ScheduledSequence]) -> torch.Tensor:
-    return torch.tensor([s.end for s in sequences], dtype=torch.int32)

@@ -285,18 +285,18 @@ def test_what_waits_for_held_blocks_is_no_work() -> None:
 class BrokenRunner:
     """Fails at its second batch, by raising or by breaking the contract."""
 
-    def __init__(self, pod: FakePod, failure: Callable[[], list[SampledToken | None]]) -> None:
+    def __init__(self, pod: FakePod, failure: Callable[[], list[tuple[SampledToken, ...]]]) -> None:
         self._runner = pod.runner
         self.model = pod.runner.model
         self._failure = failure
         self._num_batches = 0
 
-    def execute(self, batch: Batch) -> list[SampledToken | None]:
+    def execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
         self._num_batches += 1
         return self._failure() if self._num_batches == 2 else self._runner.execute(batch)
 
 
-def raise_it() -> list[SampledToken | None]:
+def raise_it() -> list[tuple[SampledToken, ...]]:
     raise RuntimeError("the device is gone")
 
 
@@ -305,12 +305,13 @@ def raise_it() -> list[SampledToken | None]:
     [
         (raise_it, "RuntimeError: the device is gone"),
         (list, "ValueError"),
-        (lambda: [None], "sample = True, token = None"),
-        (lambda: [SampledToken(512)], "token_id = 512: must be below 512"),
+        (lambda: [()], r"sample = True, tokens = \(\)"),
+        (lambda: [(SampledToken(512),)], r"token_ids = \(512,\): must be below 512"),
+        (lambda: [(SampledToken(5), SampledToken(6))], r"must be drafts \(\) and one more"),
     ],
 )
 def test_a_failed_runner_stops_the_engine_and_loses_nothing(
-    failure: Callable[[], list[SampledToken | None]], message: str
+    failure: Callable[[], list[tuple[SampledToken, ...]]], message: str
 ) -> None:
     pod = FakePod(16, max_num_seqs=3)
     core = EngineCore(BrokenRunner(pod, failure), pod.config)

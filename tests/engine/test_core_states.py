@@ -203,7 +203,7 @@ def allocate_and_name_at_once(self: BlockManager, sequence_id: str, demand: Dema
     return num_cached
 
 
-def execute_without_copies(self: FakeRunner, batch: Batch) -> list[SampledToken | None]:
+def execute_without_copies(self: FakeRunner, batch: Batch) -> list[tuple[SampledToken, ...]]:
     return execute(self, replace(batch, copies=()))
 
 

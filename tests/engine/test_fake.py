@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,8 +32,10 @@ def runner() -> FakeRunner:
 
 
 def execute(runner: FakeRunner, *sequences: ScheduledSequence, copies: tuple[BlockCopy, ...] = ()) -> list[int | None]:
-    tokens = runner.execute(Batch(sequences, copies))
-    return [None if token is None else token.token_id for token in tokens]
+    """The one token of each sequence, None where none was drawn."""
+    drawn = runner.execute(Batch(sequences, copies))
+    assert all(len(tokens) <= 1 for tokens in drawn)
+    return [tokens[0].token_id if tokens else None for tokens in drawn]
 
 
 def test_the_example_worked_by_hand() -> None:
@@ -47,6 +51,18 @@ def test_the_runner_gives_the_example_from_its_bytes(runner: FakeRunner) -> None
 def test_a_batch_of_different_lengths_and_chunks(runner: FakeRunner) -> None:
     assert execute(runner, scheduled((1, 2, 3), (5, 0), sample=False), scheduled((7,), (2,))) == [None, 7]
     assert execute(runner, scheduled((4,), (5, 0), start=3), scheduled((9,), (2,), start=1)) == [30, 25]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "tokens"),
+    [((276, 356), [276, 356, 88]), ((276, 3), [276, 356]), ((3, 356), [276]), ((), [276])],
+)
+def test_drafts_give_the_example_up_to_the_first_wrong_one(
+    runner: FakeRunner, drafts: tuple[int, ...], tokens: list[int]
+) -> None:
+    execute(runner, scheduled((65, 66), (3, 1)))
+    [drawn] = runner.execute(Batch((replace(scheduled((197,), (3, 1, 4), start=2), draft_ids=drafts),)))
+    assert [token.token_id for token in drawn] == tokens
 
 
 @pytest.mark.parametrize("table", [(1, 3, 4), (3, 1, 5), (3, 0, 4), (2, 1, 4)])
@@ -98,12 +114,12 @@ def test_bias_and_penalties_ban_and_force() -> None:
 
 def test_logprobs_follow_their_formula(runner: FakeRunner) -> None:
     params = SamplingParams(temperature=0.0, num_logprobs=2)
-    [token] = runner.execute(Batch((scheduled((65, 66), (0,), params=params),)))
+    [(token,)] = runner.execute(Batch((scheduled((65, 66), (0,), params=params),)))
     # 197 mod 8 = 5
     assert token == SampledToken(197, -0.75, (Logprob(197, -0.75), Logprob(198, -1.75)))
-    [plain] = runner.execute(Batch((scheduled((65, 66), (0,)),)))
+    [(plain,)] = runner.execute(Batch((scheduled((65, 66), (0,)),)))
     assert plain == SampledToken(197)
-    [chosen] = runner.execute(
+    [(chosen,)] = runner.execute(
         Batch((scheduled((65, 66), (0,), params=SamplingParams(temperature=0.0, num_logprobs=0)),))
     )
     assert chosen == SampledToken(197, -0.75)

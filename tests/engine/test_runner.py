@@ -19,6 +19,7 @@ from engine.sequence import FinishReason, SamplingParams, SequenceSpec
 from tests.engine.tiny_llama import BLOCK_SIZE, GREEDY, make_checkpoint, random_ids, reference_greedy, scheduled
 
 NUM_BLOCKS = 48
+HEAD_DIM = 16
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +58,70 @@ def test_flatten_by_hand() -> None:
     assert flat.prefill_cu_seqlens.tolist() == [0, 3, 5]
 
 
+def test_flatten_makes_a_decode_row_of_each_draft() -> None:
+    chunk = ScheduledSequence("c", (1, 2), 4, (8, 2), False, GREEDY, (), ())
+    drafted = ScheduledSequence("d", (7,), 2, (3, 9), True, GREEDY, (), (), draft_ids=(5, 6))
+    flat = flatten([drafted, chunk], block_size=4)
+    assert flat.token_ids.tolist() == [7, 5, 6, 1, 2]
+    assert flat.positions.tolist() == [2, 3, 4, 4, 5]
+    assert flat.slot_mapping.tolist() == [3 * 4 + 2, 3 * 4 + 3, 9 * 4, 8, 9]
+    assert flat.sample_rows.tolist() == [0, 1, 2]
+    assert flat.decode_block_tables.tolist() == [[3, 9]] * 3
+    assert flat.decode_context_lens.tolist() == [3, 4, 5]
+    assert flat.prefill_context_lens.tolist() == [6]
+    assert flat.prefill_cu_seqlens.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("num_right", range(4))
+def test_drafts_give_the_tokens_and_the_bits_of_steps_of_their_own(
+    runner: TorchRunner, memory: np.ndarray, num_right: int
+) -> None:
+    """With penalties and log-probabilities, across a block's edge, beside another decode and a prefill."""
+    params = SamplingParams(
+        temperature=0.9, seed=3, repetition_penalty=1.3, presence_penalty=0.4, num_logprobs=2, min_tokens=3
+    )
+    prompt = random_ids(6, 11)
+    base = ScheduledSequence("s", tuple(prompt), 0, (1, 2, 3), True, params, tuple(prompt), ())
+    [(first,)] = runner.execute(Batch((base,)))
+    plain = [first]
+    for position in range(6, 10):
+        output_ids = tuple(token.token_id for token in plain)
+        step = replace(base, token_ids=output_ids[-1:], start=position, output_ids=output_ids)
+        plain += runner.execute(Batch((step,)))[0]
+    blocks = memory.reshape(NUM_BLOCKS, -1)
+    expected_kv = blocks[[1, 2, 3]].copy()
+    blocks[[5, 6]] = blocks[[1, 2]]
+    right = tuple(token.token_id for token in plain[1 : 1 + num_right])
+    drafts = (*right, *((token.token_id + 1) % 96 for token in plain[1 + num_right : 4]))
+    drafted = replace(
+        base,
+        token_ids=(first.token_id,),
+        start=6,
+        block_table=(5, 6, 7),
+        output_ids=(first.token_id,),
+        draft_ids=drafts,
+    )
+    others = (scheduled(random_ids(5, 12), 0, (10, 11)), scheduled(random_ids(1, 13), 0, (12,)))
+    drawn = runner.execute(Batch((others[0], drafted, others[1])))
+    assert drawn[1] == tuple(plain[1 : 2 + num_right])
+    num_slots = 7 + num_right
+    ours, theirs = (tokens_of_blocks(blocks[[5, 6, 7]]), tokens_of_blocks(expected_kv))
+    np.testing.assert_array_equal(ours[:, :num_slots], theirs[:, :num_slots])
+
+
+def tokens_of_blocks(blocks: np.ndarray) -> np.ndarray:
+    """[blocks, layers * 2 * heads * block_size * head_dim] of float32 to [layers * 2 * heads, tokens, head_dim]."""
+    heads = blocks.view(np.float32).reshape(len(blocks), -1, BLOCK_SIZE, HEAD_DIM)
+    return heads.transpose(1, 0, 2, 3).reshape(heads.shape[1], -1, HEAD_DIM)
+
+
 def test_results_come_in_the_batchs_order(runner: TorchRunner, reference: tuple[Path, Any]) -> None:
     """Sequences with one token are computed first, whatever their place."""
     prompts = [random_ids(9, 1), random_ids(1, 2), random_ids(6, 3), random_ids(1, 4)]
     batch = [replace(scheduled(p, 0, range(4 * i, 4 * i + 3)), sample=i != 2) for i, p in enumerate(prompts)]
-    tokens = [token and token.token_id for token in runner.execute(Batch(tuple(batch)))]
+    tokens = [[token.token_id for token in drawn] for drawn in runner.execute(Batch(tuple(batch)))]
     expected = [reference_greedy(reference[1], p, 1)[0] for p in prompts]
-    assert tokens == [expected[0], expected[1], None, expected[3]]
+    assert tokens == [expected[:1], expected[1:2], [], expected[3:]]
 
 
 def test_copies_happen_before_the_batch_is_computed(
@@ -73,9 +131,8 @@ def test_copies_happen_before_the_batch_is_computed(
     blocks = memory.reshape(NUM_BLOCKS, -1)
     runner.execute(Batch((scheduled(prompt[:6], 0, (1, 2)),)))
     shared = blocks[2].copy()
-    copied = runner.execute(Batch((scheduled(prompt[6:], 6, (1, 5)),), copies=(BlockCopy(2, 5),)))
-    assert copied[0] is not None
-    assert copied[0].token_id == reference_greedy(reference[1], prompt, 1)[0]
+    [(copied,)] = runner.execute(Batch((scheduled(prompt[6:], 6, (1, 5)),), copies=(BlockCopy(2, 5),)))
+    assert copied.token_id == reference_greedy(reference[1], prompt, 1)[0]
     np.testing.assert_array_equal(blocks[2], shared)
     assert (blocks[5] != shared).any()
 
@@ -99,9 +156,8 @@ def test_kv_moved_as_bytes_continues_on_another_runner(
     other_memory.reshape(NUM_BLOCKS, -1)[[20, 11, 2]] = memory.reshape(NUM_BLOCKS, -1)[[4, 1, 7]]
     other = TorchRunner(folder, kv_memory=other_memory, block_size=BLOCK_SIZE, dtype="float32", num_threads=1)
     first, second = reference_greedy(model, prompt, 2)
-    continued = other.execute(Batch((scheduled([first], 10, (20, 11, 2)),)))
-    assert continued[0] is not None
-    assert continued[0].token_id == second
+    [(continued,)] = other.execute(Batch((scheduled([first], 10, (20, 11, 2)),)))
+    assert continued.token_id == second
 
 
 def test_through_the_engine(runner: TorchRunner, reference: tuple[Path, Any]) -> None:

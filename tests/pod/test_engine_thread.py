@@ -159,7 +159,7 @@ class BrokenRunner(FakeRunner):
 
     gate = Gate()
 
-    def execute(self, batch: Batch) -> list[SampledToken | None]:
+    def execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
         self.gate.hold()
         raise RuntimeError("out of luck")
 

@@ -12,7 +12,7 @@ from prefill_service.servicer import PrefillService
 
 
 class CrashingRunner(FakeRunner):
-    def execute(self, batch: Batch) -> list[SampledToken | None]:
+    def execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
         if any(s.prompt_ids[0] == 13 for s in batch.sequences):
             raise RuntimeError("out of luck")
         return super().execute(batch)
