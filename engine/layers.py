@@ -12,6 +12,7 @@ from engine.model_config import Activation, ExpertsConfig, LayerConfig, ModelCon
 from engine.rotary import RotaryTable
 from engine.weights import ExpertWeights, LayerWeights, MlpWeights
 from kernels.gelu_mul import gelu_mul
+from kernels.kv_cache import PagedKV
 from kernels.kv_write import kv_write
 from kernels.linear import LinearWeights, linear
 from kernels.paged_decode import paged_decode
@@ -37,14 +38,14 @@ class Attention:
         self._window = layer.window
         self._soft_cap = config.attention_soft_cap
 
-    def __call__(self, x: torch.Tensor, batch: FlatBatch, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-        """x: [T, H]; k_cache, v_cache: [N, Hkv, block_size, D]. Returns [T, H]."""
+    def __call__(self, x: torch.Tensor, batch: FlatBatch, kv: PagedKV) -> torch.Tensor:
+        """x: [T, H]; kv: this layer's cache. Returns [T, H]."""
         heads = linear(x, self._weights.qkv).view(x.shape[0], sum(self._heads), self._head_dim)
         q, k, v = torch.split(heads, self._heads, dim=1)
         q, k = self._normed(q, self._weights.query_norm), self._normed(k, self._weights.key_norm)
         q, k = rope(q, k, batch.positions, self._rotary.cos, self._rotary.sin)
-        kv_write(k, v, k_cache, v_cache, batch.slot_mapping)
-        return linear(self._paged(q, batch, k_cache, v_cache).flatten(1), self._weights.output)
+        kv_write(k, v, kv, batch.slot_mapping)
+        return linear(self._paged(q, batch, kv).flatten(1), self._weights.output)
 
     def _normed(self, heads: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Each head [D] of [T, *, D] alone, where the family does that."""
@@ -52,15 +53,14 @@ class Attention:
             return heads
         return rms_norm(heads.reshape(-1, self._head_dim), weight, self._eps).view(heads.shape)
 
-    def _paged(self, q: torch.Tensor, batch: FlatBatch, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def _paged(self, q: torch.Tensor, batch: FlatBatch, kv: PagedKV) -> torch.Tensor:
         """q: [T, Hq, D], decode tokens first. Returns the same shape."""
         parts = []
         if batch.num_decodes:
             parts.append(
                 paged_decode(
                     q[: batch.num_decodes],
-                    k_cache,
-                    v_cache,
+                    kv,
                     batch.decode_block_tables,
                     batch.decode_context_lens,
                     self._scale,
@@ -72,8 +72,7 @@ class Attention:
             parts.append(
                 paged_prefill(
                     q[batch.num_decodes :],
-                    k_cache,
-                    v_cache,
+                    kv,
                     batch.prefill_block_tables,
                     batch.prefill_cu_seqlens,
                     batch.prefill_context_lens,

@@ -7,6 +7,7 @@ engine/families.py says.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from engine.layers import Attention, FeedForward, feed_forward
 from engine.model_config import LayerConfig, ModelConfig, read_config
 from engine.rotary import RotaryTable, rotary_table
 from engine.weights import LayerWeights, ModelWeights, load_weights
+from kernels.kv_cache import PagedKV
 from kernels.linear import linear
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
 
@@ -52,14 +54,14 @@ class Model:
         return cls(config, load_weights(model_dir, config, dtype))
 
     @torch.inference_mode()
-    def forward(self, batch: FlatBatch, kv: torch.Tensor) -> torch.Tensor:
-        """Writes the tokens' KV into kv [N, L, 2, Hkv, block_size, D]; returns float32 logits [R, V]."""
+    def forward(self, batch: FlatBatch, kv: Sequence[PagedKV]) -> torch.Tensor:
+        """Writes the tokens' KV into `kv`, one cache a layer; returns float32 logits [R, V]."""
         residual = self._embed(batch.token_ids)
         delta = torch.zeros_like(residual)
-        for index, layer in enumerate(self._layers):
+        for layer, cache in zip(self._layers, kv, strict=True):
             weights = layer.weights
             normed, residual = fused_add_rms_norm(delta, residual, weights.input_norm, self._eps)
-            delta = layer.attention(normed, batch, kv[:, index, 0], kv[:, index, 1])
+            delta = layer.attention(normed, batch, cache)
             delta = self._normed(delta, weights.attention_output_norm)
             normed, residual = fused_add_rms_norm(delta, residual, weights.mlp_input_norm, self._eps)
             delta = self._normed(layer.feed_forward(normed), weights.mlp_output_norm)

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batch import Batch, BlockCopy, ModelInfo, ScheduledSequence
+from engine.batch import Batch, ModelInfo, ScheduledSequence
 from engine.checkpoint import model_info
 from engine.flat_batch import FlatBatch
+from engine.kv_cache import kv_cache
 from engine.model import Model
 from engine.sampler import SampleRow, sample
 from engine.sequence import SampledToken
 from engine.speculation.verify import verified
-from engine.weights import TORCH_DTYPES
 
 
 class TorchRunner:
@@ -33,7 +33,7 @@ class TorchRunner:
         self._model_info = model_info(model_dir, dtype)
         self._block_size = block_size
         self._num_threads = num_threads
-        self._kv = kv_view(kv_memory, self._model_info, block_size)
+        self._kv = kv_cache(kv_memory, self._model_info, block_size)
         torch.set_num_threads(num_threads)
         self._torch_model = Model.load(model_dir, dtype)
 
@@ -44,12 +44,12 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
         torch.set_num_threads(self._num_threads)  # OpenMP's count belongs to the calling thread
-        self._copy_blocks(batch.copies)
+        self._kv.copy_blocks(batch.copies)
         if not batch.sequences:
             return []
         decodes_first = sorted(range(len(batch.sequences)), key=lambda i: len(batch.sequences[i].token_ids) > 1)
         ordered = [batch.sequences[i] for i in decodes_first]
-        logits = self._torch_model.forward(flatten(ordered, self._block_size), self._kv)
+        logits = self._torch_model.forward(flatten(ordered, self._block_size), self._kv.layers)
         rows = [row for s in ordered if s.sample for row in sample_rows(s)]
         drawn = iter(sample(logits, rows, self._model_info.eos_token_ids))
         results: list[tuple[SampledToken, ...]] = [()] * len(ordered)
@@ -57,20 +57,6 @@ class TorchRunner:
             if s.sample:
                 results[i] = verified(s.draft_ids, tuple(islice(drawn, 1 + len(s.draft_ids))))
         return results
-
-    def _copy_blocks(self, copies: Seq[BlockCopy]) -> None:
-        if copies:
-            self._kv[[c.target for c in copies]] = self._kv[[c.source for c in copies]]
-
-
-def kv_view(kv_memory: NDArray[np.uint8], model: ModelInfo, block_size: int) -> torch.Tensor:
-    """[N, L, 2, Hkv, block_size, D] over `kv_memory`. Raises ValueError unless it is a whole number of blocks."""
-    block_shape = (model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
-    dtype = TORCH_DTYPES[model.dtype]
-    block_bytes = int(np.prod(block_shape, dtype=np.int64)) * dtype.itemsize
-    if kv_memory.size == 0 or kv_memory.size % block_bytes:
-        raise ValueError(f"kv_memory has {kv_memory.size} bytes: must be a multiple of a block's {block_bytes}")
-    return torch.from_numpy(kv_memory).view(dtype).view(-1, *block_shape)
 
 
 def sample_rows(scheduled: ScheduledSequence) -> list[SampleRow]:

@@ -30,20 +30,6 @@ def check_rows(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension, expected 1")
 
 
-def check_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """q [*, Hq, D] against paged caches [N, Hkv, block_size, D] of the same dtype, Hq a multiple of Hkv."""
-    num_heads, head_dim = q.shape[-2:]
-    check_shape("k_cache", k_cache, (None, None, None, head_dim))
-    check_shape("v_cache", v_cache, tuple(k_cache.shape))
-    if num_heads % k_cache.shape[1]:
-        raise ValueError(f"q has {num_heads} heads, expected a multiple of the cache's {k_cache.shape[1]}")
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_dtype(name, tensor, q.dtype)
-        check_rows(name, tensor)
-    if v_cache.stride() != k_cache.stride():
-        raise ValueError(f"v_cache has strides {v_cache.stride()}, expected k_cache's {k_cache.stride()}")
-
-
 def check_scoring(sliding_window: int | None, soft_cap: float | None) -> None:
     """What limits attention beyond causality; None does not."""
     if sliding_window is not None and sliding_window < 1:

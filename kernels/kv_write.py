@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checks import check_cache, check_dtype, check_rows, check_shape
+from kernels.checks import check_dtype, check_rows, check_shape
 from kernels.dispatch import Backend, implementation
+from kernels.kv_cache import PagedKV
 
 
 def kv_write(
     k: torch.Tensor,
     v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: PagedKV,
     slot_mapping: torch.Tensor,
     *,
     backend: Backend | None = None,
 ) -> None:
     """Copies token t to slot `slot_mapping[t]` = block * block_size + offset; a negative slot is skipped.
 
-    k, v: [T, Hkv, D]. k_cache, v_cache: [N, Hkv, block_size, D], any strides but the last. slot_mapping: int64 [T],
-    in which no slot occurs twice.
+    k, v: [T, Hkv, D] of the cache's dtype. slot_mapping: int64 [T], in which no slot occurs twice.
     Raises ValueError or TypeError for shapes and dtypes, IndexError (CPU only) for a slot outside the cache.
     """
-    check_shape("k_cache", k_cache, (None, None, None, None))
-    check_shape("k", k, (None, k_cache.shape[1], k_cache.shape[3]))
+    check_shape("k", k, (None, kv.num_heads, kv.head_dim))
     check_shape("v", v, tuple(k.shape))
-    check_rows("k", k)
-    check_rows("v", v)
-    check_dtype("v", v, k.dtype)
-    check_cache(k, k_cache, v_cache)
+    for name, rows in (("k", k), ("v", v)):
+        check_dtype(name, rows, kv.k.dtype)
+        check_rows(name, rows)
     check_shape("slot_mapping", slot_mapping, (k.shape[0],))
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     run = implementation("kv_write", "kv_write", k, backend)
-    run(k, v, k_cache, v_cache, slot_mapping)
+    run(k, v, kv, slot_mapping)

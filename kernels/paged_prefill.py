@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checks import check_cache, check_context, check_dtype, check_rows, check_scoring, check_shape
+from kernels.checks import check_context, check_dtype, check_scoring, check_shape
 from kernels.dispatch import Backend, implementation
+from kernels.kv_cache import PagedKV
 
 
 def paged_prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: PagedKV,
     block_tables: torch.Tensor,
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
@@ -24,7 +24,7 @@ def paged_prefill(
     """Causal attention for S sequences whose new tokens lie one after the other in q.
 
     q: [T, Hq, D]; sequence s owns rows cu_seqlens[s] .. cu_seqlens[s + 1] - 1, the last tokens of its context.
-    k_cache, v_cache: [N, Hkv, block_size, D], any strides but the last; the new tokens' K and V are already written.
+    kv: the layer's cache, in which the new tokens' K and V are already written.
     block_tables: int32 [S, M]; entries past a sequence's context are never read.
     cu_seqlens: int32 [S + 1], from 0 to T. context_lens: int32 [S], each at least the sequence's new tokens.
     A token at position p attends to positions 0 .. p, with a sliding_window w only to the last w of them; blocks that
@@ -33,9 +33,7 @@ def paged_prefill(
     Raises ValueError or TypeError for shapes, dtypes and a window or cap not above 0, IndexError (CPU only) for a
     block outside the cache.
     """
-    check_shape("q", q, (None, None, None))
-    check_rows("q", q)
-    check_cache(q, k_cache, v_cache)
+    kv.check_query(q)
     num_sequences = context_lens.shape[0]
     check_context(block_tables, context_lens, num_sequences)
     check_shape("cu_seqlens", cu_seqlens, (num_sequences + 1,))
@@ -43,5 +41,5 @@ def paged_prefill(
     check_scoring(sliding_window, soft_cap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     run = implementation("paged_prefill", "paged_prefill", q, backend)
-    run(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale, sliding_window, soft_cap, out)
+    run(q, kv, block_tables, cu_seqlens, context_lens, scale, sliding_window, soft_cap, out)
     return out

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.cpu.build import build
+from kernels.kv_cache import PagedKV
 
 OK = -1
 MAX_HEAD_DIM = 256
@@ -144,9 +145,9 @@ def dtype_code(tensor: torch.Tensor) -> int:
     return _DTYPES[tensor.dtype]
 
 
-def cache_of(k_cache: torch.Tensor, v_cache: torch.Tensor) -> Cache:
-    """k_cache, v_cache: [N, Hkv, block_size, D] of equal strides."""
-    return Cache(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape, *k_cache.stride()[:3])
+def cache_of(kv: PagedKV) -> Cache:
+    """Must not outlive `kv`."""
+    return Cache(kv.k.data_ptr(), kv.v.data_ptr(), *kv.k.shape, *kv.k.stride()[:3])
 
 
 def context_of(block_tables: torch.Tensor, context_lens: torch.Tensor) -> Context:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.library import MAX_HEAD_DIM, OK, cache_of, context_of, dtype_code, heads_of, library, scoring_of
+from kernels.kv_cache import PagedKV
 from kernels.reference import paged_prefill as reference
 
 
 def paged_prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: PagedKV,
     block_tables: torch.Tensor,
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
@@ -23,13 +23,13 @@ def paged_prefill(
     """Fills out [T, Hq, D]. Raises IndexError for a sequence that leaves its tokens, block table or the cache."""
     if q.shape[2] > MAX_HEAD_DIM:
         return reference.paged_prefill(
-            *(q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, scale, sliding_window, soft_cap, out)
+            *(q, kv, block_tables, cu_seqlens, context_lens, scale, sliding_window, soft_cap, out)
         )
     context_lens, cu_seqlens = context_lens.contiguous(), cu_seqlens.contiguous()
     bad = library().paged_prefill(
         dtype_code(q),
         heads_of(q),
-        cache_of(k_cache, v_cache),
+        cache_of(kv),
         context_of(block_tables, context_lens),
         cu_seqlens.data_ptr(),
         scoring_of(scale, sliding_window, soft_cap),
@@ -38,6 +38,6 @@ def paged_prefill(
     )
     if bad != OK:
         raise IndexError(
-            f"sequence {bad} leaves its context, its block table or the cache of {k_cache.shape[0]} blocks, "
+            f"sequence {bad} leaves its context, its block table or the cache of {kv.num_blocks} blocks, "
             f"or cu_seqlens do not run from 0 to {q.shape[0]}"
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from kernels.kv_cache import PagedKV
 from kernels.reference.attention import attend, gather_context
 
 
 def paged_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: PagedKV,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
@@ -23,6 +23,6 @@ def paged_decode(
         if context_len == 0:
             out[row].zero_()
             continue
-        k = gather_context(k_cache, block_tables[row], context_len)
-        v = gather_context(v_cache, block_tables[row], context_len)
+        k = gather_context(kv.k, block_tables[row], context_len)
+        v = gather_context(kv.v, block_tables[row], context_len)
         out[row] = attend(q[row].unsqueeze(0), k, v, scale, sliding_window, soft_cap)[0]

@@ -6,13 +6,13 @@ import itertools
 
 import torch
 
+from kernels.kv_cache import PagedKV
 from kernels.reference.attention import attend, gather_context
 
 
 def paged_prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: PagedKV,
     block_tables: torch.Tensor,
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
@@ -25,6 +25,6 @@ def paged_prefill(
     bounds = itertools.pairwise(cu_seqlens.tolist())
     for row, ((start, end), context_len) in enumerate(zip(bounds, context_lens.tolist(), strict=True)):
         if start < end:
-            k = gather_context(k_cache, block_tables[row], context_len)
-            v = gather_context(v_cache, block_tables[row], context_len)
+            k = gather_context(kv.k, block_tables[row], context_len)
+            v = gather_context(kv.v, block_tables[row], context_len)
             out[start:end] = attend(q[start:end], k, v, scale, sliding_window, soft_cap)

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.kv_cache import PagedKV
+
 
 @triton.jit
 def kv_write_kernel(
@@ -41,20 +43,18 @@ def kv_write_kernel(
         tl.store(v_cache_ptr + to, v, mask=mask)
 
 
-def kv_write(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Writes into k_cache and v_cache [N, Hkv, block_size, D]."""
+def kv_write(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
+    """Writes into `kv`."""
     num_tokens, num_heads, head_dim = k.shape
     if num_tokens == 0:
         return
     kv_write_kernel[(num_tokens,)](
-        *(k, v, k_cache, v_cache, slot_mapping.contiguous()),
-        *(k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3]),
+        *(k, v, kv.k, kv.v, slot_mapping.contiguous()),
+        *(k.stride(0), k.stride(1), v.stride(0), v.stride(1), *kv.k.stride()[:3]),
         HEADS=num_heads,
         HEADS_PADDED=triton.next_power_of_2(num_heads),
         HEAD_DIM=head_dim,
         DIM_PADDED=triton.next_power_of_2(head_dim),
-        BLOCK_SIZE=k_cache.shape[2],
+        BLOCK_SIZE=kv.block_size,
         num_warps=2,
     )

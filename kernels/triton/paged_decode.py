@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.kv_cache import PagedKV
 from kernels.triton.soft_cap import capped
 
 _LOG2_E = math.log2(math.e)
@@ -119,8 +120,7 @@ def decode_merge_kernel(
 
 def paged_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: PagedKV,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
@@ -130,23 +130,22 @@ def paged_decode(
 ) -> None:
     """Fills out [B, Hq, D]."""
     batch, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = k_cache.shape
-    num_splits = max(1, triton.cdiv(block_tables.shape[1] * block_size, _SPLIT_TOKENS))
+    num_splits = max(1, triton.cdiv(block_tables.shape[1] * kv.block_size, _SPLIT_TOKENS))
     if batch == 0:
         return
     partial = torch.empty((batch, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device)
-    group = num_heads // num_kv_heads
+    group = num_heads // kv.num_heads
     dim_padded = max(_MIN_DOT, triton.next_power_of_2(head_dim))
     keys = max(_MIN_DOT, min(_KEYS, _KEYS * _KEY_BYTES // (dim_padded * q.element_size())))
-    decode_split_kernel[(batch, num_kv_heads, num_splits)](
-        *(q, k_cache, v_cache, block_tables, context_lens.contiguous(), partial, lse, scale * _LOG2_E),
-        *(q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0), num_splits),
+    decode_split_kernel[(batch, kv.num_heads, num_splits)](
+        *(q, kv.k, kv.v, block_tables, context_lens.contiguous(), partial, lse, scale * _LOG2_E),
+        *(q.stride(0), q.stride(1), *kv.k.stride()[:3], block_tables.stride(0), num_splits),
         GROUP=group,
         GROUP_PADDED=max(_MIN_DOT, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         DIM_PADDED=dim_padded,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=kv.block_size,
         SPLIT_TOKENS=_SPLIT_TOKENS,
         KEYS=keys,
         WINDOW=sliding_window,

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.kv_cache import PagedKV
 from kernels.triton.soft_cap import capped
 
 _LOG2_E = math.log2(math.e)
@@ -93,8 +94,7 @@ def prefill_kernel(
 
 def paged_prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: PagedKV,
     block_tables: torch.Tensor,
     cu_seqlens: torch.Tensor,
     context_lens: torch.Tensor,
@@ -111,12 +111,12 @@ def paged_prefill(
     dim_padded = max(_MIN_DOT, triton.next_power_of_2(head_dim))
     tile = max(_MIN_DOT, min(_TILE, _TILE * _TILE_ROW_BYTES // (dim_padded * q.element_size())))
     prefill_kernel[(triton.cdiv(num_tokens, tile), num_heads, num_sequences)](
-        *(q, k_cache, v_cache, block_tables, cu_seqlens.contiguous(), context_lens.contiguous(), out),
-        *(scale * _LOG2_E, num_heads, q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0)),
-        GROUP=num_heads // k_cache.shape[1],
+        *(q, kv.k, kv.v, block_tables, cu_seqlens.contiguous(), context_lens.contiguous(), out),
+        *(scale * _LOG2_E, num_heads, q.stride(0), q.stride(1), *kv.k.stride()[:3], block_tables.stride(0)),
+        GROUP=num_heads // kv.num_heads,
         HEAD_DIM=head_dim,
         DIM_PADDED=dim_padded,
-        BLOCK_SIZE=k_cache.shape[2],
+        BLOCK_SIZE=kv.block_size,
         QUERIES=tile,
         KEYS=tile,
         WINDOW=sliding_window,

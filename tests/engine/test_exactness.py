@@ -13,9 +13,10 @@ import torch
 
 from engine.checkpoint import DEFAULT_MODEL, kv_bytes_per_token, model_info, resolve_model
 from engine.core import EngineConfig, EngineCore
+from engine.kv_cache import kv_cache
 from engine.model import Model
 from engine.model_config import read_config
-from engine.runner import TorchRunner, flatten, kv_view
+from engine.runner import TorchRunner, flatten
 from engine.sequence import SamplingParams, SequenceSpec
 from tests.engine.tiny_llama import scheduled
 from tests.reference_outputs import CASE_NAMES, ReferenceCase, reference_case, reference_cases
@@ -128,7 +129,7 @@ def teacher_forced(dtype: str, cases: Sequence[ReferenceCase]) -> torch.Tensor:
     """float32 [T, V] after every token of the cases' prompts and answers."""
     torch.set_num_threads(NUM_THREADS)
     num_blocks = 32
-    kv = kv_view(kv_memory(dtype, num_blocks), model_info(model_dir(), dtype), BLOCK_SIZE)
+    kv = kv_cache(kv_memory(dtype, num_blocks), model_info(model_dir(), dtype), BLOCK_SIZE)
     model = Model.load(model_dir(), dtype)
     per_case = num_blocks // len(cases)
     sequences = [
@@ -136,4 +137,4 @@ def teacher_forced(dtype: str, cases: Sequence[ReferenceCase]) -> torch.Tensor:
         for i, case in enumerate(cases)
     ]
     flat = flatten(sequences, BLOCK_SIZE)
-    return model.forward(replace(flat, sample_rows=torch.arange(len(flat.token_ids))), kv)
+    return model.forward(replace(flat, sample_rows=torch.arange(len(flat.token_ids))), kv.layers)

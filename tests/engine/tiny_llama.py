@@ -13,9 +13,10 @@ import torch
 
 from engine.batch import ScheduledSequence
 from engine.checkpoint import kv_bytes_per_token, model_info
+from engine.kv_cache import kv_cache
 from engine.model import Model
 from engine.model_config import read_config
-from engine.runner import flatten, kv_view
+from engine.runner import flatten
 from engine.sequence import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -76,7 +77,7 @@ class OurModel:
         config = read_config(folder)
         self.model = Model.load(folder, dtype)
         memory = np.zeros(num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, dtype), np.uint8)
-        self.kv = kv_view(memory, model_info(folder, dtype), BLOCK_SIZE)
+        self.kv = kv_cache(memory, model_info(folder, dtype), BLOCK_SIZE).layers
 
     def logits(self, *sequences: ScheduledSequence) -> torch.Tensor:
         """float32 [T, V] of every token of a batch; one-token sequences come first."""

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
+from kernels.kv_cache import PagedKV
+
 Array = npt.NDArray[np.float64]
 
 # What one rounding to the dtype may add to float32 arithmetic: (rtol, atol).
@@ -33,8 +35,7 @@ class Attention:
     """The arguments of paged_prefill (and, with one query a sequence, of paged_decode) and the expected output."""
 
     q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
+    kv: PagedKV
     block_tables: torch.Tensor
     cu_seqlens: torch.Tensor
     context_lens: torch.Tensor
@@ -104,8 +105,7 @@ def attention(shape: Shape, *, scale: float | None = None) -> Attention:
     new_tokens = [0, *itertools.accumulate(num_new for num_new, _ in shape.lengths)]
     return Attention(
         q=torch.cat(queries)[:, :-2],
-        k_cache=cache[:, 1, 0],
-        v_cache=cache[:, 1, 1],
+        kv=PagedKV(cache[:, 1, 0], cache[:, 1, 1]),
         block_tables=block_tables,
         cu_seqlens=torch.tensor(new_tokens, dtype=torch.int32),
         context_lens=torch.tensor([context for _, context in shape.lengths], dtype=torch.int32),

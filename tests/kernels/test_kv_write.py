@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.kv_cache import PagedKV
 from kernels.kv_write import kv_write
 from tests.kernels.backends import every_backend, using
 
@@ -36,7 +37,7 @@ def test_each_token_lands_in_its_slot_and_nothing_else_changes(implementation: s
             expected[block, 1, 1, :, offset] = v[token]
 
     with using(implementation) as backend:
-        kv_write(k, v, cache[:, 1, 0], cache[:, 1, 1], torch.tensor(slots, dtype=torch.int64), backend=backend)
+        kv_write(k, v, PagedKV(cache[:, 1, 0], cache[:, 1, 1]), torch.tensor(slots, dtype=torch.int64), backend=backend)
     assert torch.equal(cache.nan_to_num(-1.0), expected.nan_to_num(-1.0))
 
 
@@ -45,7 +46,7 @@ def test_a_slot_outside_the_cache_is_refused_and_nothing_written(implementation:
     cache = block_major_cache(2, 16, 64, torch.float32)
     k = torch.ones(2, 2, 64)
     with using(implementation) as backend, pytest.raises(IndexError, match=r"slot 96 .*outside the cache of 6 x 16"):
-        kv_write(k, k, cache[:, 0, 0], cache[:, 0, 1], torch.tensor([3, 96]), backend=backend)
+        kv_write(k, k, PagedKV(cache[:, 0, 0], cache[:, 0, 1]), torch.tensor([3, 96]), backend=backend)
     assert cache.isnan().all()
 
 
@@ -62,4 +63,4 @@ def test_wrong_arguments_are_named(
 ) -> None:
     cache = block_major_cache(2, 16, 64, torch.float32)
     with pytest.raises(error, match=message):
-        kv_write(torch.zeros(k_shape), torch.zeros(k_shape), cache[:, 0, 0], cache[:, 0, 1], slots)
+        kv_write(torch.zeros(k_shape), torch.zeros(k_shape), PagedKV(cache[:, 0, 0], cache[:, 0, 1]), slots)

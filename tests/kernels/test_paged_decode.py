@@ -17,7 +17,7 @@ SHAPE = Shape(3, 3, 64, 16, torch.float32, ((1, 40), (1, 16), (1, 1)), seed=7)
 def decode(case: Attention, implementation: str) -> torch.Tensor:
     with using(implementation) as backend:
         return paged_decode(
-            *(case.q, case.k_cache, case.v_cache, case.block_tables, case.context_lens, case.scale),
+            *(case.q, case.kv, case.block_tables, case.context_lens, case.scale),
             **case.limits,
             backend=backend,
         )
@@ -67,7 +67,7 @@ def test_windows_and_soft_caps(
 
 def test_float64_is_computed_in_float64() -> None:
     case = attention(dataclasses.replace(SHAPE, dtype=torch.float64))
-    out = paged_decode(case.q, case.k_cache, case.v_cache, case.block_tables, case.context_lens, case.scale)
+    out = paged_decode(case.q, case.kv, case.block_tables, case.context_lens, case.scale)
     torch.testing.assert_close(out, torch.from_numpy(case.expected), rtol=1e-12, atol=1e-12)
 
 
@@ -109,17 +109,16 @@ def test_a_context_longer_than_its_table_is_refused(implementation: str) -> None
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q": torch.zeros(3, 9, 32)}, ValueError, r"k_cache has shape .* expected \(\*, \*, \*, 32\)"),
+        ({"q": torch.zeros(3, 9, 32)}, ValueError, r"q has shape \(3, 9, 32\), expected \(\*, \*, 64\)"),
         ({"q": torch.zeros(3, 8, 64)}, ValueError, "q has 8 heads, expected a multiple of the cache's 3"),
         (
             {"q": torch.zeros(3, 9, 64).bfloat16()},
             TypeError,
-            "k_cache has dtype torch.float32, expected torch.bfloat16",
+            "q has dtype torch.bfloat16, expected torch.float32",
         ),
         ({"q": torch.zeros(3, 9, 128)[..., ::2]}, ValueError, "q has stride 2 in its last dimension"),
         ({"context_lens": torch.ones(3, dtype=torch.int64)}, TypeError, "context_lens has dtype torch.int64"),
         ({"block_tables": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, r"block_tables has shape \(2, 3\)"),
-        ({"v_cache": torch.zeros(8, 3, 16, 64)}, ValueError, "v_cache has"),
         ({"limits": {"sliding_window": 0}}, ValueError, "sliding_window = 0: must be at least 1"),
         ({"limits": {"soft_cap": 0.0}}, ValueError, "soft_cap = 0.0: must be above 0"),
     ],

@@ -17,7 +17,7 @@ SHAPE = Shape(3, 3, 64, 16, torch.float32, ((40, 40), (5, 37), (1, 16)), seed=7)
 def prefill(case: Attention, implementation: str) -> torch.Tensor:
     with using(implementation) as backend:
         return paged_prefill(
-            *(case.q, case.k_cache, case.v_cache, case.block_tables, case.cu_seqlens, case.context_lens, case.scale),
+            *(case.q, case.kv, case.block_tables, case.cu_seqlens, case.context_lens, case.scale),
             **case.limits,
             backend=backend,
         )

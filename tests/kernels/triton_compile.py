@@ -17,6 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels import gelu_mul, kv_write, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul
+from kernels.kv_cache import PagedKV
 
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
@@ -44,16 +45,14 @@ class CompileOnlyDriver:
 def run_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Calls both attention ops; what they compute is not looked at."""
     cache = torch.zeros(8, 1, 2, 3, 16, head_dim, dtype=dtype)
-    k_cache, v_cache = cache[:, 0, 0], cache[:, 0, 1]
+    kv = PagedKV(cache[:, 0, 0], cache[:, 0, 1])
     q = torch.zeros(4, 9, head_dim, dtype=dtype)
     tables, lengths = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
     starts = torch.arange(5, dtype=torch.int32)
     for window, cap in ((None, None), (20, None), (None, 50.0)):
-        paged_decode.paged_decode(
-            *(q, k_cache, v_cache, tables, lengths, 0.1), sliding_window=window, soft_cap=cap, backend="triton"
-        )
+        paged_decode.paged_decode(*(q, kv, tables, lengths, 0.1), sliding_window=window, soft_cap=cap, backend="triton")
         paged_prefill.paged_prefill(
-            *(q, k_cache, v_cache, tables, starts, lengths, 0.1), sliding_window=window, soft_cap=cap, backend="triton"
+            *(q, kv, tables, starts, lengths, 0.1), sliding_window=window, soft_cap=cap, backend="triton"
         )
 
 
@@ -63,7 +62,7 @@ def run_other_ops(dtype: torch.dtype, head_dim: int) -> None:
     q, k = torch.zeros(4, 9, head_dim, dtype=dtype), torch.zeros(4, 3, head_dim, dtype=dtype)
     slots, angles = torch.zeros(4, dtype=torch.int64), torch.zeros(32, head_dim // 2)
     x, weight = torch.zeros(4, 576, dtype=dtype), torch.zeros(576, dtype=dtype)
-    kv_write.kv_write(k, k, cache[:, 0, 0], cache[:, 0, 1], slots, backend="triton")
+    kv_write.kv_write(k, k, PagedKV(cache[:, 0, 0], cache[:, 0, 1]), slots, backend="triton")
     rms_norm.rms_norm(x, weight, 1e-5, backend="triton")
     rms_norm.fused_add_rms_norm(x, x, weight, 1e-5, backend="triton")
     rope.rope(q, k, slots, angles, angles, backend="triton")

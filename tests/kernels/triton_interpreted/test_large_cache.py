@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kernels import kv_write, paged_decode, paged_prefill
+from kernels.kv_cache import PagedKV
 from tests.kernels.cases import assert_close, float64
 
 
@@ -12,15 +13,15 @@ def test_offsets_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of more than 2^31 elements, virtual only: untouched memory costs nothing."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     num_blocks = 2**31 // (2 * 2 * 16 * 64) + 8
-    k_cache, v_cache = torch.empty(num_blocks, 2, 2, 16, 64, dtype=torch.float16).unbind(1)
+    kv = PagedKV(*torch.empty(num_blocks, 2, 2, 16, 64, dtype=torch.float16).unbind(1))
     k, v = torch.randn(2, 20, 2, 64).half()
     table = torch.tensor([[num_blocks - 1, num_blocks - 3]], dtype=torch.int32)
     slots = torch.tensor([int(table[0, i // 16]) * 16 + i % 16 for i in range(20)])
-    kv_write.kv_write(k, v, k_cache, v_cache, slots, backend="triton")
+    kv_write.kv_write(k, v, kv, slots, backend="triton")
     q, length = torch.randn(1, 2, 64).half(), torch.tensor([20], dtype=torch.int32)
-    decoded = paged_decode.paged_decode(q, k_cache, v_cache, table, length, 0.1, backend="triton")
+    decoded = paged_decode.paged_decode(q, kv, table, length, 0.1, backend="triton")
     prefilled = paged_prefill.paged_prefill(
-        *(q, k_cache, v_cache, table, torch.tensor([0, 1], dtype=torch.int32), length, 0.1), backend="triton"
+        *(q, kv, table, torch.tensor([0, 1], dtype=torch.int32), length, 0.1), backend="triton"
     )
     scores = np.einsum("hd,thd->ht", float64(q[0]), float64(k)) * 0.1
     weights = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)

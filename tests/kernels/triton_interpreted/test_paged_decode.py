@@ -31,7 +31,7 @@ DECODE_SHAPES = [
 def test_paged_decode(drawn: Shape) -> None:
     case = attention(drawn)
     out = paged_decode.paged_decode(
-        *(case.q, case.k_cache, case.v_cache, case.block_tables, case.context_lens, case.scale),
+        *(case.q, case.kv, case.block_tables, case.context_lens, case.scale),
         **case.limits,
         backend="triton",
     )
@@ -41,8 +41,6 @@ def test_paged_decode(drawn: Shape) -> None:
 def test_paged_decode_gives_zeros_for_padding_rows() -> None:
     case = attention(shape(torch.float32, (1, 5), (1, 9)))
     case.context_lens[0] = 0
-    out = paged_decode.paged_decode(
-        case.q, case.k_cache, case.v_cache, case.block_tables, case.context_lens, case.scale, backend="triton"
-    )
+    out = paged_decode.paged_decode(case.q, case.kv, case.block_tables, case.context_lens, case.scale, backend="triton")
     assert out[0].eq(0).all()
     assert_close(out[1], case.expected[1])

@@ -31,7 +31,7 @@ PREFILL_SHAPES = [
 def test_paged_prefill(drawn: Shape) -> None:
     case = attention(drawn)
     out = paged_prefill.paged_prefill(
-        *(case.q, case.k_cache, case.v_cache, case.block_tables, case.cu_seqlens, case.context_lens, case.scale),
+        *(case.q, case.kv, case.block_tables, case.cu_seqlens, case.context_lens, case.scale),
         **case.limits,
         backend="triton",
     )
