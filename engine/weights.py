@@ -2,7 +2,7 @@
 
 Matrices stay bfloat16 where the file has them so, also in a float32 model: products widen them exactly as they read
 them, for half of the memory and of its traffic. Only what the file has in another dtype is a converted copy, and the
-vectors, which are small.
+vectors, which are small. One rank of a tensor-parallel pod takes its rows and columns of the same views.
 """
 
 from __future__ import annotations
@@ -18,11 +18,20 @@ from engine.config_fields import CheckpointError
 from engine.families import ExpertNames
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig
 from engine.safetensors_file import TensorEntry, read_header, shard_files
+from engine.shard import WHOLE, Shard
 from kernels.linear import LinearWeights
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_DTYPES = ("F32", "F16", "BF16")
 PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The `total` output rows that a projection has in the file, and the runs of them that are wanted, in order."""
+
+    total: int
+    wanted: tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,79 +76,121 @@ class ModelWeights:
     dtype: torch.dtype
 
 
-def load_weights(model_dir: Path, config: ModelConfig, dtype: str) -> ModelWeights:
-    """Raises CheckpointError when a tensor is missing or its shape is not what config.json says."""
+def load_weights(model_dir: Path, config: ModelConfig, dtype: str, shard: Shard = WHOLE) -> ModelWeights:
+    """What `shard` computes with: its heads, inner columns and words; all of the embedding and of the norms.
+
+    The bias after a sum over the ranks is the first rank's. Raises CheckpointError when a tensor is missing or its
+    shape is not what config.json says.
+    """
     reader = _Reader(model_dir, TORCH_DTYPES[dtype], config.family.norm_weight_offset)
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = reader.matrix("model.embed_tokens.weight", (vocab, hidden))
-    tied = config.tie_word_embeddings
+    head = embedding if config.tie_word_embeddings else reader.matrix("lm_head.weight", (vocab, hidden))
+    words = shard.part(vocab)
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_load_layer(reader, f"model.layers.{i}", config, layer) for i, layer in enumerate(config.layers)),
+        layers=tuple(
+            _load_layer(reader, f"model.layers.{i}", config, layer, shard) for i, layer in enumerate(config.layers)
+        ),
         final_norm=reader.norm("model.norm", hidden),
-        head=LinearWeights((embedding if tied else reader.matrix("lm_head.weight", (vocab, hidden)),)),
+        head=LinearWeights((head[words.start : words.stop],)),
         dtype=TORCH_DTYPES[dtype],
     )
 
 
-def _load_layer(reader: _Reader, prefix: str, config: ModelConfig, layer: LayerConfig) -> LayerWeights:
-    hidden, query_columns, attention = config.hidden_size, config.num_heads * config.head_dim, f"{prefix}.self_attn"
+def _load_layer(reader: _Reader, prefix: str, config: ModelConfig, layer: LayerConfig, shard: Shard) -> LayerWeights:
+    hidden, attention = config.hidden_size, f"{prefix}.self_attn"
     qk_norm, sandwich = config.family.qk_norm, config.family.sandwich_norms
     after_attention = f"{prefix}.post_attention_layernorm"  # of the residual stream, or of what is added to it
     return LayerWeights(
         input_norm=reader.norm(f"{prefix}.input_layernorm", hidden),
-        qkv=reader.linear(_qkv_rows(attention, config), hidden, config.qkv_bias),
+        qkv=reader.linear(_qkv_rows(attention, config, shard), hidden, config.qkv_bias),
         query_norm=reader.norm(f"{attention}.q_norm", config.head_dim) if qk_norm else None,
         key_norm=reader.norm(f"{attention}.k_norm", config.head_dim) if qk_norm else None,
-        output=reader.linear({f"{attention}.o_proj": hidden}, query_columns, config.output_bias),
+        output=_load_attention_output(reader, f"{attention}.o_proj", config, shard),
         attention_output_norm=reader.norm(after_attention, hidden) if sandwich else None,
         mlp_input_norm=reader.norm(f"{prefix}.pre_feedforward_layernorm" if sandwich else after_attention, hidden),
-        mlp=_load_feed_forward(reader, prefix, config, layer),
+        mlp=_load_feed_forward(reader, prefix, config, layer, shard),
         mlp_output_norm=reader.norm(f"{prefix}.post_feedforward_layernorm", hidden) if sandwich else None,
     )
 
 
-def _qkv_rows(attention: str, config: ModelConfig) -> dict[str, int]:
-    """Names and output rows of the projections that make query, key and value heads."""
-    query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _qkv_rows(attention: str, config: ModelConfig, shard: Shard) -> dict[str, Rows]:
+    """The projections that make query, key and value heads."""
+    heads = shard.heads(config.num_heads, config.num_kv_heads)
+    query_total, kv_total = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    query, kv = _scaled(heads.query, config.head_dim), _scaled(heads.kv, config.head_dim)
     if config.family.fused_projections:
-        return {f"{attention}.qkv_proj": query_rows + 2 * kv_rows}
-    return {f"{attention}.q_proj": query_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
+        runs = (query, _shifted(kv, query_total), _shifted(kv, query_total + kv_total))
+        return {f"{attention}.qkv_proj": Rows(query_total + 2 * kv_total, runs)}
+    return {
+        f"{attention}.q_proj": Rows(query_total, (query,)),
+        f"{attention}.k_proj": Rows(kv_total, (kv,)),
+        f"{attention}.v_proj": Rows(kv_total, (kv,)),
+    }
+
+
+def _load_attention_output(reader: _Reader, name: str, config: ModelConfig, shard: Shard) -> LinearWeights:
+    columns = _scaled(shard.heads(config.num_heads, config.num_kv_heads).query, config.head_dim)
+    return _load_summed(
+        reader, name, config.hidden_size, config.num_heads * config.head_dim, columns, shard, config.output_bias
+    )
+
+
+def _load_summed(
+    reader: _Reader, name: str, rows: int, columns: int, wanted: range, shard: Shard, bias: bool
+) -> LinearWeights:
+    """A linear whose outputs are added up over the ranks, each of which has some of its columns."""
+    return reader.linear({name: Rows(rows, (range(rows),))}, columns, bias and shard.rank == 0, wanted)
 
 
 def _load_feed_forward(
-    reader: _Reader, prefix: str, config: ModelConfig, layer: LayerConfig
+    reader: _Reader, prefix: str, config: ModelConfig, layer: LayerConfig, shard: Shard
 ) -> MlpWeights | ExpertWeights:
     names = config.family.experts
     if names is None or layer.experts is None:
-        return _load_mlp(reader, prefix, config)
-    return _load_experts(reader, prefix, config, layer.experts, names)
+        return _load_mlp(reader, prefix, config, shard)
+    return _load_experts(reader, prefix, config, layer.experts, names, shard)
 
 
-def _load_mlp(reader: _Reader, prefix: str, config: ModelConfig) -> MlpWeights:
+def _load_mlp(reader: _Reader, prefix: str, config: ModelConfig, shard: Shard) -> MlpWeights:
     mlp, hidden, inner = f"{prefix}.mlp", config.hidden_size, config.intermediate_size
-    fused = config.family.fused_projections
-    gate_up = {f"{mlp}.gate_up_proj": 2 * inner} if fused else {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+    wanted = shard.columns(inner)
+    if config.family.fused_projections:
+        gate_up = {f"{mlp}.gate_up_proj": Rows(2 * inner, (wanted, _shifted(wanted, inner)))}
+    else:
+        gate_up = {f"{mlp}.gate_proj": Rows(inner, (wanted,)), f"{mlp}.up_proj": Rows(inner, (wanted,))}
     return MlpWeights(
         gate_up=reader.linear(gate_up, hidden, config.mlp_bias),
-        down=reader.linear({f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
+        down=_load_summed(reader, f"{mlp}.down_proj", hidden, inner, wanted, shard, config.mlp_bias),
     )
 
 
 def _load_experts(
-    reader: _Reader, prefix: str, config: ModelConfig, experts: ExpertsConfig, names: ExpertNames
+    reader: _Reader, prefix: str, config: ModelConfig, experts: ExpertsConfig, names: ExpertNames, shard: Shard
 ) -> ExpertWeights:
     block, hidden, inner = f"{prefix}.{names.block}", config.hidden_size, experts.size
+    wanted = shard.columns(inner)
 
     def expert(index: int) -> MlpWeights:
         one = f"{block}.experts.{index}"
+        rows = Rows(inner, (wanted,))
         return MlpWeights(
-            gate_up=reader.linear({f"{one}.{names.gate}": inner, f"{one}.{names.up}": inner}, hidden, bias=False),
-            down=reader.linear({f"{one}.{names.down}": hidden}, inner, bias=False),
+            gate_up=reader.linear({f"{one}.{names.gate}": rows, f"{one}.{names.up}": rows}, hidden, bias=False),
+            down=_load_summed(reader, f"{one}.{names.down}", hidden, inner, wanted, shard, bias=False),
         )
 
-    router = reader.linear({f"{block}.gate": experts.count}, hidden, bias=False)
+    router = reader.linear({f"{block}.gate": Rows(experts.count, (range(experts.count),))}, hidden, bias=False)
     return ExpertWeights(router, tuple(expert(i) for i in range(experts.count)))
+
+
+def _scaled(heads: range, head_dim: int) -> range:
+    """The rows or columns of `heads`."""
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _shifted(run: range, offset: int) -> range:
+    return range(run.start + offset, run.stop + offset)
 
 
 class _Reader:
@@ -154,17 +205,32 @@ class _Reader:
             name: (shard, entry) for shard in shard_files(model_dir) for name, entry in read_header(shard).items()
         }
 
-    def linear(self, rows: dict[str, int], columns: int, bias: bool) -> LinearWeights:
-        """One layer from the projections `rows` (name without suffix -> output rows), in order."""
-        parts = [self.matrix(f"{name}.weight", (n, columns)) for name, n in rows.items()]
+    def linear(
+        self, projections: dict[str, Rows], columns: int, bias: bool, wanted_columns: range | None = None
+    ) -> LinearWeights:
+        """One layer from `projections` (by name without suffix), in order; of their `columns` the wanted, or all."""
+        wanted = range(columns) if wanted_columns is None else wanted_columns
+        parts = [
+            self._block(f"{name}.weight", (rows.total, columns), run, wanted)
+            for name, rows in projections.items()
+            for run in _joined(rows.wanted)
+        ]
         if len({part.dtype for part in parts}) > 1:
             parts = [part.to(self._dtype) for part in parts]
-        biases = [self.vector(f"{name}.bias", n) for name, n in rows.items()] if bias else []
+        biases = [
+            self.vector(f"{name}.bias", rows.total)[run.start : run.stop]
+            for name, rows in projections.items()
+            for run in (rows.wanted if bias else ())
+        ]
         return LinearWeights(tuple(parts), torch.cat(biases) if biases else None)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """A view of the mapped file when it has our dtype or bfloat16, else a converted copy."""
-        tensor = self._tensor(name, shape)
+        return self._block(name, shape, range(shape[0]), range(shape[1]))
+
+    def _block(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> torch.Tensor:
+        """As `matrix`, of these rows and columns alone."""
+        tensor = self._tensor(name, shape)[rows.start : rows.stop, columns.start : columns.stop]
         tensor = tensor if tensor.dtype == torch.bfloat16 else tensor.to(self._dtype)
         _fetch_pages(tensor)
         return tensor
@@ -192,6 +258,17 @@ class _Reader:
         return tensor
 
 
-def _fetch_pages(tensor: torch.Tensor) -> None:
+def _joined(runs: tuple[range, ...]) -> list[range]:
+    """Runs that follow each other become one."""
+    joined = [runs[0]]
+    for run in runs[1:]:
+        if run.start == joined[-1].stop:
+            joined[-1] = range(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return joined
+
+
+def _fetch_pages(matrix: torch.Tensor) -> None:
     """Reads one byte of each page, so that loading waits for the disk rather than the first request."""
-    tensor.view(torch.uint8).flatten()[::PAGE_BYTES].sum()
+    matrix.view(torch.uint8)[:, ::PAGE_BYTES].sum()
