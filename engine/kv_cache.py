@@ -21,6 +21,10 @@ class KVCache:
     blocks: torch.Tensor
     layers: tuple[PagedKV, ...]
 
+    def of_heads(self, heads: range) -> tuple[PagedKV, ...]:
+        """What each layer's ops take of a rank that has these KV heads."""
+        return tuple(layer.of_heads(heads) for layer in self.layers)
+
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             self.blocks[[c.target for c in copies]] = self.blocks[[c.source for c in copies]]

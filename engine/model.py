@@ -17,6 +17,7 @@ from engine.flat_batch import FlatBatch
 from engine.layers import Attention, FeedForward, feed_forward
 from engine.model_config import LayerConfig, ModelConfig, read_config
 from engine.rotary import RotaryTable, rotary_table
+from engine.tensor_parallel.exchange import ALONE, Exchange
 from engine.weights import LayerWeights, ModelWeights, load_weights
 from kernels.kv_cache import PagedKV
 from kernels.linear import linear
@@ -31,9 +32,15 @@ class _Layer:
 
 
 class Model:
-    """The model of `config`; owns weights and rotary tables, borrows the KV cache."""
+    """The model of `config`; owns weights and rotary tables, borrows the KV cache.
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    One of several ranks has a share of the weights and adds up what each block gives with the others.
+    """
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, exchange: Exchange = ALONE) -> None:
+        self._exchange = exchange
+        self._vocab_size = config.vocab_size
+        config = exchange.shard.local(config)
         self._eps = config.rms_norm_eps
         self._logit_soft_cap = config.logit_soft_cap
         self._weights = weights
@@ -48,23 +55,26 @@ class Model:
         )
 
     @classmethod
-    def load(cls, model_dir: Path, dtype: str) -> Model:
+    def load(cls, model_dir: Path, dtype: str, exchange: Exchange = ALONE) -> Model:
         """Raises CheckpointError."""
         config = read_config(model_dir)
-        return cls(config, load_weights(model_dir, config, dtype))
+        return cls(config, load_weights(model_dir, config, dtype, exchange.shard), exchange)
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, kv: Sequence[PagedKV]) -> torch.Tensor:
-        """Writes the tokens' KV into `kv`, one cache a layer; returns float32 logits [R, V]."""
+        """Writes the tokens' KV into `kv`, one cache a layer; returns float32 logits [R, V].
+
+        Of several ranks each passes the caches of its own heads, and the first one's logits are whole.
+        """
         residual = self._embed(batch.token_ids)
         delta = torch.zeros_like(residual)
         for layer, cache in zip(self._layers, kv, strict=True):
             weights = layer.weights
             normed, residual = fused_add_rms_norm(delta, residual, weights.input_norm, self._eps)
-            delta = layer.attention(normed, batch, cache)
+            delta = self._exchange.summed(layer.attention(normed, batch, cache))
             delta = self._normed(delta, weights.attention_output_norm)
             normed, residual = fused_add_rms_norm(delta, residual, weights.mlp_input_norm, self._eps)
-            delta = self._normed(layer.feed_forward(normed), weights.mlp_output_norm)
+            delta = self._normed(self._exchange.summed(layer.feed_forward(normed)), weights.mlp_output_norm)
         rows = batch.sample_rows
         normed, _ = fused_add_rms_norm(delta[rows], residual[rows], self._weights.final_norm, self._eps)
         return self._logits(normed)
@@ -80,7 +90,7 @@ class Model:
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """[R, H] -> float32 [R, V]."""
-        logits = linear(x, self._weights.head).float()
+        logits = self._exchange.joined(linear(x, self._weights.head), self._vocab_size).float()
         return logits if self._logit_soft_cap is None else (logits / self._logit_soft_cap).tanh() * self._logit_soft_cap
 
 

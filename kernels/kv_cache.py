@@ -44,6 +44,11 @@ class PagedKV:
     def head_dim(self) -> int:
         return self.k.shape[3]
 
+    def of_heads(self, heads: range) -> PagedKV:
+        """The same memory, seen by who computes these KV heads alone."""
+        run = slice(heads.start, heads.stop)
+        return PagedKV(self.k[:, run], self.v[:, run])
+
     def check_query(self, q: torch.Tensor) -> None:
         """q [*, Hq, D] of the dtype that this cache serves, Hq a multiple of Hkv. Raises ValueError or TypeError."""
         check_shape("q", q, (None, None, self.head_dim))
