@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from engine.batch import BlockCopy, ModelInfo
 from engine.weights import TORCH_DTYPES
+from kernels.block_copy import copy_blocks
 from kernels.kv_cache import PagedKV
 
 
@@ -26,8 +27,7 @@ class KVCache:
         return tuple(layer.of_heads(heads) for layer in self.layers)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        if copies:
-            self.blocks[[c.target for c in copies]] = self.blocks[[c.source for c in copies]]
+        copy_blocks(self.blocks, [c.source for c in copies], [c.target for c in copies])
 
 
 def kv_cache(kv_memory: NDArray[np.uint8], model: ModelInfo, block_size: int) -> KVCache:

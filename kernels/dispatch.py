@@ -22,30 +22,40 @@ CPU_DTYPES = (torch.float32, torch.bfloat16)
 _log = logging.getLogger(__name__)
 
 
-def implementation(module: str, op: str, tensor: torch.Tensor, backend: Backend | None) -> Callable[..., None]:
+def implementation(
+    module: str,
+    op: str,
+    tensor: torch.Tensor,
+    backend: Backend | None,
+    *,
+    cpu_dtypes: tuple[torch.dtype, ...] = CPU_DTYPES,
+) -> Callable[..., None]:
     """The function that computes `op` for `tensor`'s device and dtype; `backend` overrides the choice.
 
+    cpu_dtypes: what the op's C++ takes, for an op that computes with other dtypes than most.
     Raises ValueError for an unknown backend or one that cannot take the tensor, CompilerMissing for an explicit
     "cpu" that cannot be built.
     """
-    chosen = _default(tensor.device.type, tensor.dtype) if backend is None else _checked(backend, tensor)
+    if backend is None:
+        chosen = _default(tensor.device.type, tensor.dtype, cpu_dtypes)
+    else:
+        chosen = _checked(backend, tensor, cpu_dtypes)
     return _load(chosen, module, op)
 
 
-def _checked(backend: Backend, tensor: torch.Tensor) -> Backend:
+def _checked(backend: Backend, tensor: torch.Tensor, cpu_dtypes: tuple[torch.dtype, ...]) -> Backend:
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} is not one of {', '.join(get_args(Backend))}")
-    if backend == "cpu" and (tensor.device.type != "cpu" or tensor.dtype not in CPU_DTYPES):
-        raise ValueError(
-            f"backend='cpu' takes float32 or bfloat16 on the CPU, got {tensor.dtype} on {tensor.device.type}"
-        )
+    if backend == "cpu" and (tensor.device.type != "cpu" or tensor.dtype not in cpu_dtypes):
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in cpu_dtypes)
+        raise ValueError(f"backend='cpu' takes {allowed} on the CPU, got {tensor.dtype} on {tensor.device.type}")
     return backend
 
 
-def _default(device: str, dtype: torch.dtype) -> Backend:
+def _default(device: str, dtype: torch.dtype, cpu_dtypes: tuple[torch.dtype, ...] = CPU_DTYPES) -> Backend:
     if device == "cuda":
         return "triton"
-    if device == "cpu" and dtype in CPU_DTYPES and _cpu_library_loads():
+    if device == "cpu" and dtype in cpu_dtypes and _cpu_library_loads():
         return "cpu"
     return "reference"
 

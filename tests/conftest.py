@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests.support.leaks import children, leaked_children, leaked_tasks
 from tests.support.registry import RegistryServer
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
+
+
+# What `--hypothesis-profile` can name. "few" draws the same handful every time: for the interpreter of Triton.
+settings.register_profile("few", max_examples=8, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=200, deadline=None, print_blob=True)
 
 
 @pytest.fixture(scope="session")

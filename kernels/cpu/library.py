@@ -91,6 +91,13 @@ class _Ops(ctypes.Structure):
         ("silu_mul", _op(_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32)),
         ("gelu_mul", _op(_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32)),
         ("linear", _op(_INT32, _POINTER, _INT64, _INT64, _WEIGHTS, _POINTER, _POINTER, _INT32)),
+        (
+            "copy_rows",
+            _op(
+                *(_POINTER, _INT64, _POINTER, _INT64, _INT64),
+                *(_POINTER, _POINTER, _INT64, _INT32),
+            ),
+        ),
     )
 
 
@@ -107,6 +114,7 @@ class Library:
     silu_mul: Callable[..., int]
     gelu_mul: Callable[..., int]
     linear: Callable[..., int]
+    copy_rows: Callable[..., int]
 
 
 @functools.cache

@@ -77,6 +77,10 @@ struct Ops {
   // x: [rows, depth]; bias (or null): one value for each column of out; out: contiguous.
   int64_t (*linear)(DType, const void* x, int64_t x_stride, int64_t rows, const Weights&, const void* bias, void* out,
                     int threads);
+  // Row target_rows[i] of target becomes row source_rows[i] of source; strides count bytes, targets are distinct.
+  int64_t (*copy_rows)(const void* source, int64_t source_stride, void* target, int64_t target_stride,
+                       int64_t row_bytes, const int64_t* source_rows, const int64_t* target_rows, int64_t rows,
+                       int threads);
 };
 
 // GCC's and LLVM's OpenMP runtimes both export GOMP_parallel with this signature.

@@ -9,10 +9,21 @@ from unittest import mock
 
 import pytest
 
-from kernels.cpu import gelu_mul, kv_write, library, linear, paged_decode, paged_prefill, rms_norm, rope, silu_mul
+from kernels.cpu import (
+    block_copy,
+    gelu_mul,
+    kv_write,
+    library,
+    linear,
+    paged_decode,
+    paged_prefill,
+    rms_norm,
+    rope,
+    silu_mul,
+)
 from kernels.dispatch import Backend
 
-_CPU_MODULES = (gelu_mul, kv_write, linear, paged_decode, paged_prefill, rms_norm, rope, silu_mul)
+_CPU_MODULES = (block_copy, gelu_mul, kv_write, linear, paged_decode, paged_prefill, rms_norm, rope, silu_mul)
 _ISAS = ("baseline", "avx2", "avx512")
 
 

@@ -64,7 +64,7 @@ def test_a_machine_without_a_compiler_computes_with_the_reference(
 
 
 def test_importing_the_ops_imports_neither_triton_nor_the_library() -> None:
-    ops = "gelu_mul, kv_write, linear, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul"
+    ops = "block_copy, gelu_mul, kv_write, linear, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul"
     heavy = ("triton", "kernels.cpu.library")
     source = f"from kernels import {ops}; import sys; print([m for m in {heavy} if m in sys.modules])"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

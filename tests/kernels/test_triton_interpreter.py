@@ -15,8 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.triton_interpreter
-def test_triton_kernels_in_the_interpreter() -> None:
+def test_triton_kernels_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    profile = request.config.getoption("--hypothesis-profile")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
+    command += [f"--hypothesis-profile={profile}"] if profile else []
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
