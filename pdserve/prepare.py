@@ -10,8 +10,8 @@ from pdserve import checks
 from pdserve.checks import LaunchError, require
 from pdserve.console import Reporter
 from pdserve.model import FAKE, prepare_model
-from pdserve.settings import StackSettings, num_cores
-from pdserve.stack import Plan, threads_per_pod
+from pdserve.settings import StackSettings
+from pdserve.stack import Plan, divide_cores, threads_per_pod
 
 ASSUMED_KV_BYTES = 128 << 20  # of a pod whose cache is sized by itself: enough for a few thousand tokens
 
@@ -57,13 +57,16 @@ def prepare_kernels(reporter: Reporter) -> None:
 
 def make_plan(settings: StackSettings, model: str, run_dir: Path) -> Plan:
     """Resolves ports and cores."""
+    cores, num_pods = sorted(os.sched_getaffinity(0)), settings.num_prefill + settings.decode
+    threads = settings.num_threads or threads_per_pod(len(cores), num_pods)
     return Plan(
         settings=settings,
         model=model,
         run_dir=run_dir,
         port=settings.port or free_port(settings.host),
         router_port=settings.router_port or free_port(settings.host),
-        threads_per_pod=settings.num_threads or threads_per_pod(num_cores(), settings.num_prefill + settings.decode),
+        threads_per_pod=threads,
+        pod_cores=divide_cores(cores, num_pods, threads) if settings.pin else ("",) * num_pods,
         registry_binary=None if settings.registry_url else checks.registry_binary(),
     )
 

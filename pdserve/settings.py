@@ -43,6 +43,7 @@ class StackSettings(Settings):
     num_threads: int | None = Field(
         None, ge=1, description="threads of each pod; unset: the cores divided among the pods"
     )
+    pin: bool = Field(True, description="give each pod cores of its own where there are enough")
     host: str = Field("127.0.0.1", description="address the router and the gateway listen on")
     port: Port = Field(HTTP_PORT, description="OpenAI HTTP; 0: a free port")
     router_port: Port = Field(ROUTER_PORT, description="router gRPC; 0: a free port")

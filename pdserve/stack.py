@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.process import ProcessSpec
 from pdserve.settings import StackSettings
+from pod.cores import format_cores
 
 REGISTRY, ROUTER, GATEWAY = "registry", "router", "gateway"
 READY = "READY "
@@ -33,6 +35,7 @@ class Plan:
     port: int
     router_port: int
     threads_per_pod: int
+    pod_cores: Sequence[str]  # for each pod, prefill first, what its --cores takes; empty: any
     registry_binary: Path | None  # None: settings.registry_url names a running one
 
     @property
@@ -53,11 +56,19 @@ def threads_per_pod(num_cores: int, num_pods: int) -> int:
     return max(1, num_cores // num_pods)
 
 
+def divide_cores(cores: Sequence[int], num_pods: int, threads: int) -> tuple[str, ...]:
+    """Cores of its own for each thread of each pod; where they do not suffice, every pod may use any core ("")."""
+    if num_pods * threads > len(cores):
+        return ("",) * num_pods
+    return tuple(format_cores(cores[i * threads : (i + 1) * threads]) for i in range(num_pods))
+
+
 def process_specs(plan: Plan) -> list[ProcessSpec]:
     """Every process of the stack, in the order in which people want to read of them."""
     registry = [_registry(plan, plan.registry_binary)] if plan.registry_binary else []
-    prefill = [_pod(plan, "prefill", i) for i in range(plan.settings.num_prefill)]
-    decode = [_pod(plan, "decode", i) for i in range(plan.settings.decode)]
+    num_prefill = plan.settings.num_prefill
+    prefill = [_pod(plan, "prefill", i, cores) for i, cores in enumerate(plan.pod_cores[:num_prefill])]
+    decode = [_pod(plan, "decode", i, cores) for i, cores in enumerate(plan.pod_cores[num_prefill:])]
     return [*registry, *prefill, *decode, _router(plan), _gateway(plan)]
 
 
@@ -76,7 +87,7 @@ def _registry(plan: Plan, binary: Path) -> ProcessSpec:
     )
 
 
-def _pod(plan: Plan, role: str, index: int) -> ProcessSpec:
+def _pod(plan: Plan, role: str, index: int, cores: str) -> ProcessSpec:
     settings = plan.settings
     flags = {
         "host": "127.0.0.1",
@@ -87,6 +98,7 @@ def _pod(plan: Plan, role: str, index: int) -> ProcessSpec:
         "model": plan.model,
         "engine": settings.engine,
         "num-threads": plan.threads_per_pod,
+        "cores": cores or None,
         "drain-timeout-s": settings.drain_timeout_s,
         "log-level": settings.log_level,
         # In a shared registry another stack may have a pod of the same number: there pods draw their own names.

@@ -12,6 +12,7 @@ from typing import Any
 
 import uvloop
 
+from pod.cores import parse_cores, pin
 from pod.errors import StartupError
 from pod.plan import resolve
 from pod.pod import Pod
@@ -27,6 +28,7 @@ def main(role: str, make_role: Callable[[PodContext], Role]) -> int:
     try:
         settings = PodSettings.load()
         configure_logging(role, settings.log_level)
+        pin(parse_cores(settings.cores))  # before torch, whose threads inherit it, and before threads are counted
         code: int = uvloop.run(_serve(settings, role, make_role))
         return code
     except (ConfigError, StartupError) as error:

@@ -42,6 +42,7 @@ class PodPlan:
         return (
             f"pod_id={self.pod_id} epoch={self.epoch} engine={self.engine} model={self.model.model_id} "
             f"model_dir={self.model_dir} dtype={self.model.dtype} num_threads={self.num_threads} "
+            f"cores={self.settings.cores or 'any'} "
             f"block_size={self.layout.block_size} num_blocks={self.num_blocks} kv_mib={kv_mib:.1f} "
             f"max_num_seqs={self.settings.max_num_seqs} max_batched_tokens={self.settings.max_batched_tokens} "
             f"transfer_backend={self.settings.transfer_backend} runtime_dir={self.settings.runtime_dir} "

@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from pod.cores import format_cores, parse_cores
 from proto.settings import Settings
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -36,7 +37,8 @@ class PodSettings(Settings):
     model: str = Field("smollm2-135m-instruct", min_length=1, description="known name, directory, GGUF file or 'fake'")
     engine: Literal["auto", "torch", "fake"] = Field("auto", description="auto: fake for the model 'fake', else torch")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 where it is native")
-    num_threads: int = Field(0, ge=0, description="compute threads; 0: all cores this process may use")
+    cores: str = Field("", description="cores to run on, such as 0-3,8; empty: any")
+    num_threads: int = Field(0, ge=0, description="compute threads; 0: one for each core this process may use")
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block")
     num_blocks: int | None = Field(None, ge=1, description="KV blocks; unset: from kv_memory_bytes")
     kv_memory_bytes: int | None = Field(None, ge=1, description="KV memory; unset: from the model and free memory")
@@ -49,6 +51,11 @@ class PodSettings(Settings):
 
     fake_step_s: float = Field(0.0, ge=0, description="fake engine: seconds an engine step takes")
     fake_prefill_s_per_token: float = Field(0.0, ge=0, description="fake engine: seconds a prompt token takes")
+
+    @field_validator("cores")
+    @classmethod
+    def _cores_are_readable(cls, value: str) -> str:
+        return format_cores(parse_cores(value))
 
     @model_validator(mode="after")
     def _memory_is_given_once(self) -> Self:

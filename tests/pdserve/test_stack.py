@@ -11,7 +11,7 @@ import pytest
 from gateway.settings import GatewaySettings
 from pdserve.process import ProcessSpec
 from pdserve.settings import UpSettings
-from pdserve.stack import Plan, process_specs, threads_per_pod
+from pdserve.stack import Plan, divide_cores, process_specs, threads_per_pod
 from pod.settings import PodSettings
 from proto.settings import Settings
 from router.settings import RouterSettings
@@ -24,14 +24,21 @@ SETTINGS: dict[str, type[Settings]] = {
 }
 
 
-def plan(*argv: str, registry_binary: Path | None = Path("/bin/valkey-server"), threads: int = 1) -> Plan:
+def plan(
+    *argv: str,
+    registry_binary: Path | None = Path("/bin/valkey-server"),
+    threads: int = 1,
+    cores: tuple[str, ...] | None = None,
+) -> Plan:
+    settings = UpSettings.load(argv)
     return Plan(
-        settings=UpSettings.load(argv),
+        settings=settings,
         model="/models/smol",
         run_dir=Path("/run/pdserve"),
         port=8001,
         router_port=50052,
         threads_per_pod=threads,
+        pod_cores=cores or ("",) * (settings.num_prefill + settings.decode),
         registry_binary=registry_binary,
     )
 
@@ -122,3 +129,26 @@ def test_a_pod_is_killed_only_after_its_own_drain() -> None:
 @pytest.mark.parametrize(("cores", "pods", "threads"), [(2, 1, 2), (2, 2, 1), (2, 5, 1), (16, 3, 5)])
 def test_cores_are_divided(cores: int, pods: int, threads: int) -> None:
     assert threads_per_pod(cores, pods) == threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "pods", "threads", "expected"),
+    [
+        ((0, 1), 1, 2, ("0-1",)),
+        ((0, 1), 2, 1, ("0", "1")),
+        ((4, 5, 8, 9), 2, 2, ("4-5", "8-9")),
+        ((0, 1, 2), 1, 2, ("0-1",)),
+        ((0, 1), 2, 2, ("", "")),
+        ((0, 1), 3, 1, ("", "", "")),
+    ],
+)
+def test_pods_get_cores_of_their_own_where_there_are_enough(
+    cores: tuple[int, ...], pods: int, threads: int, expected: tuple[str, ...]
+) -> None:
+    assert divide_cores(cores, pods, threads) == expected
+
+
+def test_pods_are_told_their_cores_and_the_front_none() -> None:
+    specs = by_name(plan("--prefill", "1", "--decode", "2", cores=("0", "1", "")))
+    assert [loaded(specs[name]).cores for name in ("prefill-0", "decode-0", "decode-1")] == ["0", "1", ""]
+    assert not [name for name in ("registry", "router", "gateway") if "--cores" in specs[name].command]

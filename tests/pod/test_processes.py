@@ -230,6 +230,7 @@ async def test_what_keeps_a_pod_from_starting_is_one_line(setup: Setup) -> None:
             ({"num_blocks": 10**9}, "too little memory"),
             ({"registry_url": f"redis://127.0.0.1:{free_port()}/0"}, "cannot reach the registry"),
             ({"max_num_seqs": 0}, "max_num_seqs"),
+            ({"cores": "99999"}, "--cores 99999: there is no core 99999; this process may use "),
             ({"max_num_seqs": 64, "max_batched_tokens": 8}, "max_batched_tokens = 8"),
         ]
         pods = [await setup.spawn("prefill", **flags) for flags, _ in cases]
