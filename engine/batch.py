@@ -52,6 +52,11 @@ class Batch:
     copies: tuple[BlockCopy, ...] = ()
 
     @property
+    def is_decode(self) -> bool:
+        """Whether nothing but single tokens and their drafts are computed."""
+        return all(len(s.token_ids) == 1 for s in self.sequences)
+
+    @property
     def num_tokens(self) -> int:
         """Drafts included: all that is computed."""
         return sum(len(s.token_ids) + len(s.draft_ids) for s in self.sequences)
@@ -131,3 +136,5 @@ class EngineLoad:
     num_reserved: int
     step_s: float  # moving averages; 0 before the first
     prefill_tokens_per_s: float
+    num_drafts: int  # drafts verified since the start
+    num_accepted: int  # of these, the right ones that became tokens

@@ -156,6 +156,12 @@ class BlockManager:
         table.blocks.extend(self._take() for _ in range(num_missing))
         return True
 
+    def shrink(self, sequence_id: str, num_blocks: int) -> None:
+        """Gives back the blocks past the first `num_blocks`; nothing worth keeping was written there."""
+        table = self._tables[sequence_id]
+        while len(table.blocks) > num_blocks:
+            self._release(table.blocks.pop())
+
     def make_writable(self, sequence_id: str, start: int, end: int) -> list[BlockCopy]:
         """Replaces blocks under tokens start .. end - 1 that are shared or hashed; the runner must copy them first.
 

@@ -23,18 +23,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.batch import Batch, EngineLoad, HeldBlocks, Reservation, Runner, ScheduledSequence, TokenEvent
 from engine.block_manager import BlockManager, Generations
 from engine.meter import StepMeter
 from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, SampledToken, Sequence, SequenceSpec
+from engine.speculation.proposer import Proposer
+from engine.speculation.speculator import Speculator
 from engine.stopping import finish_reason
 from engine.validation import validate_spec
 
+T = TypeVar("T")
+
 
 class EngineFailed(Exception):
-    """The runner raised (see __cause__) or broke its contract; `sequence_ids` were running, waiting or reserved."""
+    """The runner or the proposer raised (see __cause__) or broke its contract.
+
+    `sequence_ids` were running, waiting or reserved.
+    """
 
     def __init__(self, message: str, sequence_ids: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -50,9 +58,10 @@ class EngineConfig:
     max_num_seqs: int = 64  # running and reserved at once
     max_batched_tokens: int = 512  # of one step
     prefix_cache: bool = True
+    num_draft_tokens: int = 8  # of one sequence in one step, at most, where there is a proposer
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_num_seqs"):
+        for name in ("block_size", "num_blocks", "max_num_seqs", "num_draft_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
         if self.max_batched_tokens < self.max_num_seqs:
@@ -77,9 +86,13 @@ class EngineCore:
         config: EngineConfig,
         *,
         generations: Generations | None = None,
+        proposer: Proposer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`generations`: one integer a block, in memory that other pods may read; see engine/block_manager.py."""
+        """`generations`: one integer a block, in memory that other pods may read; see engine/block_manager.py.
+
+        `proposer`: guesses tokens for decodes to verify several in one step. Answers do not depend on it.
+        """
         model = runner.model
         self._runner = runner
         self._config = config
@@ -87,11 +100,17 @@ class EngineCore:
         self._blocks = BlockManager(
             config.num_blocks, config.block_size, generations=generations, prefix_cache=config.prefix_cache
         )
+        self._speculator: Speculator | None = None
+        if proposer is not None:
+            self._speculator = Speculator(
+                proposer, max_drafts=config.num_draft_tokens, max_model_len=model.max_model_len, clock=clock
+            )
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
             model_key=f"{model.model_id}@{model.weights_revision}/{model.dtype}",
+            speculator=self._speculator,
         )
         self._times: dict[str, _Times] = {}
         self._meter = StepMeter()
@@ -171,15 +190,18 @@ class EngineCore:
         """
         self._check_running()
         started_at = self._clock()
-        batch = self._scheduler.schedule()
+        batch = self._or_fail("a proposer of drafts", self._scheduler.schedule)
         if not batch.sequences:
             return []
         for scheduled in batch.sequences:
             times = self._times[scheduled.sequence_id]
             times.first_scheduled_at = started_at if times.first_scheduled_at is None else times.first_scheduled_at
-        tokens = self._execute(batch)
+        scheduled_at = self._clock()
+        tokens = self._or_fail("the runner", lambda: self._execute(batch))
         now = self._clock()
         self._meter.record(batch, now - started_at)
+        if self._speculator is not None and batch.is_decode:
+            self._speculator.record(batch.num_tokens, now - scheduled_at)
         return [
             event
             for scheduled, drawn in zip(batch.sequences, tokens, strict=True)
@@ -199,6 +221,8 @@ class EngineCore:
             num_reserved=len(scheduler.reserved),
             step_s=self._meter.step_s,
             prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
+            num_drafts=self._speculator.num_drafts if self._speculator is not None else 0,
+            num_accepted=self._speculator.num_accepted if self._speculator is not None else 0,
         )
 
     def check_invariants(self) -> None:
@@ -208,13 +232,17 @@ class EngineCore:
         assert self._times.keys() == timed, f"times and sequences differ: {sorted(self._times.keys() ^ timed)}"
 
     def _execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
-        try:
-            tokens = self._runner.execute(batch)
-            _check_tokens(batch, tokens, self._runner.model.vocab_size)
-        except Exception as error:
-            self._failure = f"the runner failed: {type(error).__name__}: {error}"
-            raise self._failed() from error
+        tokens = self._runner.execute(batch)
+        _check_tokens(batch, tokens, self._runner.model.vocab_size)
         return tokens
+
+    def _or_fail(self, who: str, compute: Callable[[], T]) -> T:
+        """Whatever `compute` raises stops the engine."""
+        try:
+            return compute()
+        except Exception as error:
+            self._failure = f"{who} failed: {type(error).__name__}: {error}"
+            raise self._failed() from error
 
     def _advance(self, scheduled: ScheduledSequence, drawn: tuple[SampledToken, ...], now: float) -> list[TokenEvent]:
         """Books what one sequence's part of a batch has computed; what was drawn behind the answer's end is dropped."""
@@ -228,6 +256,8 @@ class EngineCore:
             if reason is not None:
                 break
         self._scheduler.computed(seq, scheduled.end + max(0, len(events) - 1))  # a right draft's KV is its token's
+        if self._speculator is not None and events:
+            self._speculator.observe(seq.id, len(scheduled.draft_ids), seq.token_ids[-len(events) :])
         if reason is not None:
             self.abort(seq.id)
         elif events and seq.hold:

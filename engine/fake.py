@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, ModelInfo, ScheduledSequence
 from engine.sequence import FinishReason, Logprob, SampledToken, SamplingParams
+from engine.speculation.proposer import DraftRequest
 from engine.speculation.verify import verified
 from engine.stopping import finish_reason, suppressed_ids
 
@@ -138,6 +139,25 @@ class FakeRunner:
         misplaced = np.where(in_context, kv[:, 1] != positions + 1, False).sum(axis=1)
         sums = np.add.reduceat(products, firsts) + np.minimum(np.add.reduceat(misplaced, firsts), VOCAB_SIZE - 1)
         return [int(total) for total in sums % VOCAB_SIZE]
+
+
+class FakeProposer:
+    """A draft model for the fake one (an `engine.speculation.proposer.Proposer`): right but at every third position."""
+
+    is_free = False
+
+    def propose(self, requests: Seq[DraftRequest]) -> list[tuple[int, ...]]:
+        return [self._propose(request) for request in requests]
+
+    def _propose(self, request: DraftRequest) -> tuple[int, ...]:
+        token_ids = list(request.token_ids)
+        for _ in range(request.num_drafts):
+            right = fake_next_token(token_ids, request.params, num_prompt=request.num_prompt)
+            token_ids.append((right + (len(token_ids) % 3 == 0)) % VOCAB_SIZE)
+        return tuple(token_ids[len(request.token_ids) :])
+
+    def forget(self, sequence_id: str) -> None:
+        """It remembers none."""
 
 
 def fake_next_token(token_ids: Seq[int], params: SamplingParams, *, num_prompt: int) -> int:

@@ -9,7 +9,9 @@ Waiting sequences own no blocks; running, held and reserved ones own a block tab
 (continuous batching with chunked prefill, as in Orca, https://www.usenix.org/conference/osdi22/presentation/yu, and
 Sarathi-Serve, https://arxiv.org/abs/2403.02310):
 
-1. Every decoding sequence gets one token, in (priority, arrival) order.
+1. Every decoding sequence gets one token, in (priority, arrival) order, and drafts of those that may follow when
+   somebody guesses them (engine/speculation/): in at most half of what is then left of the budget, and never in blocks
+   that anybody waits for.
 2. The rest of the token budget goes to prefills in (priority, arrival) order, running or waiting. The first waiting
    sequence that cannot be admitted keeps all later ones waiting, so that a large one is not passed for ever.
 
@@ -21,18 +23,24 @@ sequence ends. Budget >= max_num_seqs: decodes can never take the last token of 
 A reservation takes its blocks and its place among max_num_seqs for good: it is never preempted and runs at once when
 activated. It is granted only if enough blocks remain for each running decode's next one, so that it does not cause a
 preemption at once, and for the waiting sequences that come before it, so that a stream of hand-offs cannot starve them.
+
+Blocks taken for drafts go back when the step is computed, but for those that right drafts have filled: between steps
+nobody owns a block that it would not own without speculation.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.batch import Batch, BlockCopy, Reservation, ScheduledSequence
 from engine.block_hash import extend_hashes, root_hash
 from engine.block_manager import BlockManager, Demand
 from engine.sequence import Sequence, SequenceSpec, SequenceState
+from engine.speculation.proposer import DraftRequest
+from engine.speculation.speculator import Speculator
 
 
 @dataclass(slots=True)
@@ -48,7 +56,13 @@ class Scheduler:
     """Owns every sequence of one engine and calls the block manager; specs were validated by its owner."""
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_batched_tokens: int, model_key: str = ""
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        model_key: str = "",
+        speculator: Speculator | None = None,
     ) -> None:
         """`model_key` separates the prefix caches of different models. ValueError: the budget could starve prefills."""
         if not 1 <= max_num_seqs <= max_batched_tokens:
@@ -60,6 +74,8 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
         self._model_key = model_key
+        self._speculator = speculator
+        self._num_blocks_before_drafts: dict[str, int] = {}  # of sequences that got some in the step under way
         self._num_arrivals = 0
         self._waiting: list[Sequence] = []  # by sort_key
         self.running: dict[str, Sequence] = {}
@@ -122,6 +138,8 @@ class Scheduler:
         """The KV of the first `num_tokens` tokens is in the cache: their full blocks can be matched from here on."""
         seq.num_computed = num_tokens
         self._blocks.commit(seq.id, self._hashes(seq, num_tokens))
+        if (num_blocks := self._num_blocks_before_drafts.pop(seq.id, None)) is not None:
+            self._blocks.shrink(seq.id, max(num_blocks, self._blocks.blocks_for(num_tokens)))
 
     def hold(self, seq: Sequence) -> None:
         """Ends a running sequence and keeps its blocks until `remove`."""
@@ -130,6 +148,8 @@ class Scheduler:
 
     def remove(self, sequence_id: str) -> bool:
         """Forgets a sequence in any state and frees what it owns. False: unknown."""
+        if self._speculator is not None:
+            self._speculator.forget(sequence_id)
         for index, seq in enumerate(self._waiting):
             if seq.id == sequence_id:
                 seq.state = SequenceState.FINISHED
@@ -169,9 +189,36 @@ class Scheduler:
         return seq.block_hashes[:num_blocks]
 
     def _schedule_decodes(self, step: _Step) -> None:
-        for seq in sorted(self.running.values(), key=_sort_key):
-            if seq.state is SequenceState.RUNNING and seq.is_decoding and self._make_room(seq):
-                self._take(seq, step)
+        decodes = [
+            seq
+            for seq in sorted(self.running.values(), key=_sort_key)
+            if seq.state is SequenceState.RUNNING and seq.is_decoding and self._make_room(seq)
+        ]
+        drafts = self._drafts(decodes, (step.budget - len(decodes)) // 2)
+        for seq, draft_ids in zip(decodes, drafts, strict=True):
+            self._take(seq, step, draft_ids)
+
+    def _drafts(self, decodes: Seq[Sequence], budget: int) -> list[tuple[int, ...]]:
+        """Guesses at what follows each of `decodes`, `budget` tokens in all, with room for their KV."""
+        if self._speculator is None or not decodes:
+            return [()] * len(decodes)
+        requests: list[DraftRequest] = []
+        for seq, depth in zip(decodes, self._speculator.depths(decodes), strict=True):
+            num_drafts = self._make_room_for_drafts(seq, min(depth, budget))
+            budget -= num_drafts
+            table = self._blocks.table(seq.id)
+            requests.append(DraftRequest(seq.id, seq.token_ids, seq.num_prompt, seq.spec.params, table, num_drafts))
+        return self._speculator.propose(requests)
+
+    def _make_room_for_drafts(self, seq: Sequence, num_drafts: int) -> int:
+        """Extends `seq`'s table if nobody needs the blocks; how many of `num_drafts` drafts then have room."""
+        if num_drafts == 0:
+            return 0
+        num_blocks = len(self._blocks.table(seq.id))
+        if not self._waiting and self._blocks.grow(seq.id, seq.num_tokens + num_drafts):
+            self._num_blocks_before_drafts[seq.id] = num_blocks
+            return num_drafts
+        return min(num_drafts, num_blocks * self._blocks.block_size - seq.num_tokens)
 
     def _schedule_prefills(self, step: _Step) -> None:
         prefilling = sorted((s for s in self.running.values() if not s.is_decoding), key=_sort_key)
@@ -184,12 +231,12 @@ class Scheduler:
             if seq.state is SequenceState.RUNNING:
                 self._take(seq, step)
 
-    def _take(self, seq: Sequence, step: _Step) -> None:
-        """Puts as many of `seq`'s tokens into the step as the budget allows."""
+    def _take(self, seq: Sequence, step: _Step, draft_ids: tuple[int, ...] = ()) -> None:
+        """Puts as many of `seq`'s tokens into the step as the budget allows, and its drafts, which fit."""
         start = seq.num_computed
         end = min(seq.num_tokens, start + step.budget)
-        step.copies += self._blocks.make_writable(seq.id, start, end)
-        step.budget -= end - start
+        step.copies += self._blocks.make_writable(seq.id, start, end + len(draft_ids))
+        step.budget -= end - start + len(draft_ids)
         step.sequences.append(
             ScheduledSequence(
                 sequence_id=seq.id,
@@ -200,6 +247,7 @@ class Scheduler:
                 params=seq.spec.params,
                 prompt_ids=seq.spec.prompt_ids,
                 output_ids=tuple(seq.token_ids[seq.num_prompt :]),
+                draft_ids=draft_ids,
             )
         )
 
@@ -250,6 +298,8 @@ class Scheduler:
         self._blocks.check_invariants()
         owners = [*self.running, *self.held, *self.reserved]
         assert len(owners) == len(set(owners)), f"a sequence is in two states: {sorted(owners)}"
+        if self._speculator is not None:
+            self._speculator.check_invariants((*owners, *(seq.id for seq in self._waiting)))
         leaked = self._blocks.owners ^ set(owners)
         assert not leaked, f"block tables and sequences differ: {sorted(leaked)}"
         assert len(self.running) + len(self.reserved) <= self._max_num_seqs, "more sequences than places"

@@ -12,6 +12,7 @@ from engine.batch import HeldBlocks, TokenEvent
 from engine.core import EngineConfig, EngineCore
 from engine.fake import BYTES_PER_TOKEN, EOS_ID, FakeRunner, fake_generate
 from engine.sequence import FinishReason, SamplingParams, SequenceSpec
+from engine.speculation.proposer import Proposer
 
 
 def spec(
@@ -60,6 +61,8 @@ class FakePod:
         prefix_cache: bool = True,
         step_s: float = 0.0,
         prefill_s_per_token: float = 0.0,
+        proposer: Proposer | None = None,
+        num_draft_tokens: int = 3,
     ) -> None:
         self.clock = Clock()
         self.kv_memory: NDArray[np.uint8] = np.full(num_blocks * block_size * BYTES_PER_TOKEN, 0xA5, np.uint8)
@@ -78,8 +81,11 @@ class FakePod:
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
             prefix_cache=prefix_cache,
+            num_draft_tokens=num_draft_tokens,
         )
-        self.core = EngineCore(self.runner, self.config, generations=self.generations, clock=self.clock)
+        self.core = EngineCore(
+            self.runner, self.config, generations=self.generations, proposer=proposer, clock=self.clock
+        )
 
     def step(self) -> list[TokenEvent]:
         events = self.core.step()

@@ -13,9 +13,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+import engine.fake
 from engine.batch import Batch, HeldBlocks, Reservation
 from engine.block_manager import BlockManager, Demand
-from engine.fake import FakeRunner
+from engine.fake import FakeProposer, FakeRunner
 from engine.sequence import FinishReason, SampledToken, SequenceSpec
 from tests.engine.pure import FakePod, Oracle, spec
 
@@ -46,10 +47,12 @@ class Request:
 
 
 class TwoPods(RuleBasedStateMachine):
+    """The decode pod drafts: right guesses, wrong ones, and none where blocks are short."""
+
     def __init__(self) -> None:
         super().__init__()
         self.prefill = FakePod(7, BLOCK_SIZE, max_num_seqs=3, max_batched_tokens=5)
-        self.decode = FakePod(12, BLOCK_SIZE, max_num_seqs=4, max_batched_tokens=5)
+        self.decode = FakePod(12, BLOCK_SIZE, max_num_seqs=4, max_batched_tokens=9, proposer=FakeProposer())
         self.oracle = Oracle()
         self.requests: dict[str, Request] = {}
         self.num_names = 0
@@ -203,6 +206,10 @@ def allocate_and_name_at_once(self: BlockManager, sequence_id: str, demand: Dema
     return num_cached
 
 
+def accept_every_draft(draft_ids: tuple[int, ...], drawn: list[SampledToken]) -> tuple[SampledToken, ...]:
+    return (*map(SampledToken, draft_ids), drawn[-1])
+
+
 def execute_without_copies(self: FakeRunner, batch: Batch) -> list[tuple[SampledToken, ...]]:
     return execute(self, replace(batch, copies=()))
 
@@ -216,13 +223,14 @@ def table_with_two_blocks_swapped(self: BlockManager, sequence_id: str) -> tuple
 @pytest.mark.parametrize(
     ("owner", "method", "planted"),
     [
+        (engine.fake, "verified", accept_every_draft),
         (BlockManager, "allocate", allocate_and_name_at_once),
         (BlockManager, "table", table_with_two_blocks_swapped),
         (FakeRunner, "execute", execute_without_copies),
     ],
 )
 def test_a_planted_bug_gives_a_wrong_answer(
-    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, planted: object
+    monkeypatch: pytest.MonkeyPatch, owner: object, method: str, planted: object
 ) -> None:
     monkeypatch.setattr(owner, method, planted)
     with pytest.raises(AssertionError, match="is wrong"):
