@@ -136,5 +136,5 @@ class EngineLoad:
     num_reserved: int
     step_s: float  # moving averages; 0 before the first
     prefill_tokens_per_s: float
-    num_drafts: int  # drafts verified since the start
-    num_accepted: int  # of these, the right ones that became tokens
+    num_drafts: int = 0  # drafts verified since the start
+    num_accepted: int = 0  # of these, the right ones that became tokens
