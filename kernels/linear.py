@@ -1,4 +1,4 @@
-"""Linear layers over weights as checkpoints store them, of any precision up to that of x."""
+"""Linear layers over weights as checkpoints store them: of any precision up to that of x, or small integers."""
 
 from __future__ import annotations
 
@@ -9,33 +9,46 @@ import torch
 
 from kernels.checks import check_dtype, check_rows, check_shape
 from kernels.dispatch import Backend, implementation
+from kernels.quantized import QuantizedMatrix
 
 
 @dataclass(frozen=True, eq=False)
 class LinearWeights:
-    """Linear layers that share their input: parts [N_i, K] of one dtype, bias [sum of N_i] or none.
+    """Linear layers that share their input: parts [N_i, K] of one dtype or format, bias [sum of N_i] or none.
 
     The parts may lie anywhere (views of a mapped file, say) and are never copied; they must not be moved or resized.
-    Raises ValueError or TypeError for shapes and dtypes.
+    Raises ValueError or TypeError for shapes, dtypes and formats.
     """
 
-    parts: tuple[torch.Tensor, ...]
+    parts: tuple[torch.Tensor | QuantizedMatrix, ...]
     bias: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("parts is empty, expected at least one weight")
         for i, part in enumerate(self.parts):
-            check_shape(f"parts[{i}]", part, (None, self.columns))
-            check_dtype(f"parts[{i}]", part, self.dtype)
-            check_rows(f"parts[{i}]", part)
+            if isinstance(part, torch.Tensor):
+                check_shape(f"parts[{i}]", part, (None, self.columns))
+                check_dtype(f"parts[{i}]", part, self.dtype)
+                check_rows(f"parts[{i}]", part)
+            else:
+                _check_alike(f"parts[{i}]", part, self.parts[0])
         if self.bias is not None:
             check_shape("bias", self.bias, (self.rows,))
             check_rows("bias", self.bias)
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
+        """Of the numbers in memory: int8 for 8 bits, uint8 for 4."""
+        first = self.parts[0]
+        return first.packed.dtype if isinstance(first, QuantizedMatrix) else first.dtype
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The parts of weights that are not quantised. Raises TypeError for others."""
+        if any(isinstance(part, QuantizedMatrix) for part in self.parts):
+            raise TypeError("quantised weights have no plain tensors")
+        return tuple(part for part in self.parts if isinstance(part, torch.Tensor))
 
     @cached_property
     def columns(self) -> int:
@@ -49,10 +62,11 @@ class LinearWeights:
 
 
 def linear(x: torch.Tensor, weights: LinearWeights, *, backend: Backend | None = None) -> torch.Tensor:
-    """x W^T + bias, W being the parts on top of each other. Sums are float32, and rounded once.
+    """x W^T + bias, W being the parts on top of each other. Sums are float32 or exact, and rounded once.
 
     x: [M, K], of the bias's dtype. Weights in bfloat16 are widened exactly as they are read, so float32 x gives the
-    answers of a float32 model for half of its memory. Returns [M, sum of N_i] in x's dtype.
+    answers of a float32 model for half of its memory. With quantised weights an implementation may round x to 16-bit
+    integers, each group of up to 128 columns by its largest value. Returns [M, sum of N_i] in x's dtype.
     Raises ValueError or TypeError for shapes and dtypes.
     """
     check_shape("x", x, (None, weights.columns))
@@ -66,3 +80,13 @@ def linear(x: torch.Tensor, weights: LinearWeights, *, backend: Backend | None =
         backend = "reference"
     implementation("linear", "linear", x, backend)(x, weights, out)
     return out
+
+
+def _check_alike(name: str, part: QuantizedMatrix, first: torch.Tensor | QuantizedMatrix) -> None:
+    """Raises ValueError or TypeError unless both can be multiplied in one call."""
+    if not isinstance(first, QuantizedMatrix):
+        raise TypeError(f"{name} is quantised, expected {first.dtype} as parts[0]")
+    if part.columns != first.columns:
+        raise ValueError(f"{name} has shape {part.shape}, expected (*, {first.columns})")
+    if part.format != first.format:
+        raise TypeError(f"{name} has format {part.format}, expected {first.format}")

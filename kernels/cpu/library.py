@@ -11,13 +11,14 @@ import torch
 
 from kernels.cpu.build import build
 from kernels.kv_cache import PagedKV
+from kernels.quantized import QuantizedMatrix
 
 OK = -1
 MAX_HEAD_DIM = 256
 MAX_DEPTH = 32768
 _MAX_WINDOW = 2**63 - 1
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # uint8: two of 4 bits
 _INT64, _INT32, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
 
@@ -49,15 +50,25 @@ class Heads(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """Weights [rows, columns]."""
+    """Weights [rows, columns]; the last three of quantised ones alone."""
 
-    _fields_ = (("data", _POINTER), ("rows", _INT64), ("row_stride", _INT64))
+    _fields_ = (
+        ("data", _POINTER),
+        ("rows", _INT64),
+        ("row_stride", _INT64),
+        *((name, _POINTER) for name in ("scales", "offsets", "row_scales")),
+    )
 
 
 class Weights(ctypes.Structure):
     """Linear layers that share their input."""
 
-    _fields_ = (("dtype", _INT32), ("matrices", ctypes.POINTER(Matrix)), ("count", _INT64), ("depth", _INT64))
+    _fields_ = (
+        ("dtype", _INT32),
+        ("matrices", ctypes.POINTER(Matrix)),
+        *((name, _INT64) for name in ("count", "depth", "group")),
+        ("offsets_dtype", _INT32),
+    )
 
 
 class Scoring(ctypes.Structure):
@@ -176,7 +187,18 @@ def scoring_of(scale: float, sliding_window: int | None, soft_cap: float | None)
     return Scoring(scale, soft_cap or 0.0, _MAX_WINDOW if sliding_window is None else sliding_window)
 
 
-def weights_of(parts: Sequence[torch.Tensor]) -> Weights:
-    """parts: [rows, columns] of one dtype and equal columns; they must outlive the result."""
-    matrices = (Matrix * len(parts))(*(Matrix(part.data_ptr(), part.shape[0], part.stride(0)) for part in parts))
-    return Weights(dtype_code(parts[0]), matrices, len(parts), parts[0].shape[1])
+def weights_of(parts: Sequence[torch.Tensor | QuantizedMatrix]) -> Weights:
+    """parts: [rows, columns] of one dtype or format and equal columns; they must outlive the result."""
+    matrices = (Matrix * len(parts))(*map(_matrix_of, parts))
+    first = parts[0]
+    if not isinstance(first, QuantizedMatrix):
+        return Weights(dtype_code(first), matrices, len(parts), first.shape[1])
+    offsets_dtype = 0 if first.offsets is None else dtype_code(first.offsets)
+    return Weights(dtype_code(first.packed), matrices, len(parts), first.columns, first.group or 0, offsets_dtype)
+
+
+def _matrix_of(part: torch.Tensor | QuantizedMatrix) -> Matrix:
+    if not isinstance(part, QuantizedMatrix):
+        return Matrix(part.data_ptr(), part.shape[0], part.stride(0))
+    scales, offsets = (None if t is None else t.data_ptr() for t in (part.scales, part.offsets))
+    return Matrix(part.packed.data_ptr(), part.rows, 0, scales, offsets, part.row_scales.data_ptr())

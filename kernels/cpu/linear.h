@@ -5,6 +5,7 @@
 // neither the rows beside it nor the thread. x is packed instead: it is small, and each item of work reuses its own.
 #pragma once
 
+#include "linear_quantized.h"
 #include "ops.h"
 #include "parallel.h"
 #include "vec.h"
@@ -20,12 +21,6 @@ constexpr int64_t PACKED_FLOATS = 1 << 16;       // an item's x, for half of a s
 constexpr int64_t PACKED_NEAR = 1 << 12;         // a tile's x, for half of a first-level cache
 constexpr int64_t WEIGHT_CHUNK_BYTES = 2 << 20;  // of W for one item
 constexpr int ITEMS_PER_THREAD = 6;
-
-#if defined(__x86_64__)
-#define KEEP_IN_REGISTER(vec) asm("" : "+v"(vec))  // else each use loads it again, and loads are the bottleneck
-#else
-#define KEEP_IN_REGISTER(vec)
-#endif
 
 // Rows of W that one tile multiplies at once. The sums, the rows and one vector of x have to fit the registers, and the
 // sums have to be enough to hide the latency of a multiply-add.
@@ -216,7 +211,10 @@ void multiply_all(const void* x, int64_t x_stride, int64_t rows, const Weights& 
 template <class X>
 int64_t linear(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias, void* out,
                   int threads) {
-  const auto run = weights.dtype == BFLOAT16 ? multiply_all<X, bf16> : multiply_all<X, float>;
+  const auto run = weights.dtype == INT4       ? multiply_quantized<X, Int4>
+                   : weights.dtype == INT8     ? multiply_quantized<X, Int8>
+                   : weights.dtype == BFLOAT16 ? multiply_all<X, bf16>
+                                               : multiply_all<X, float>;
   run(x, x_stride, rows, weights, bias, out, threads);
   return OK;
 }

@@ -15,12 +15,14 @@ from kernels.reference import linear as reference
 # Up to here reading the weights costs more than any arithmetic, also without the matrix units that torch would use.
 _MEMORY_BOUND_ROWS = 8
 
+_WEIGHT_DTYPES = (*CPU_DTYPES, torch.int8, torch.uint8)
+
 _described: WeakKeyDictionary[LinearWeights, Weights] = WeakKeyDictionary()
 
 
 def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
     """Fills out [M, N]."""
-    if weights.dtype not in CPU_DTYPES or not 0 < weights.columns <= MAX_DEPTH or _torch_is_faster(x, weights):
+    if weights.dtype not in _WEIGHT_DTYPES or not 0 < weights.columns <= MAX_DEPTH or _torch_is_faster(x, weights):
         return reference.linear(x, weights, out)
     library().linear(
         dtype_code(x),

@@ -6,7 +6,8 @@
 
 #include <cstdint>
 
-enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+// INT8 and INT4 are weights alone.
+enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4 };
 
 constexpr int64_t OK = -1;
 
@@ -35,10 +36,14 @@ struct Heads {
   int64_t token_stride, head_stride;
 };
 
-// Row-major weights, the last dimension contiguous.
+// Row-major weights, the last dimension contiguous; or integers as kernels/quantized.py lays them out.
 struct Matrix {
   const void* data;
   int64_t rows, row_stride;
+  // Of integers only: float16 scales or null, offsets or null, float32 row scales.
+  const void* scales;
+  const void* offsets;
+  const float* row_scales;
 };
 
 // Linear layers that share their input: the rows of one matrix after the other are the output's columns.
@@ -46,6 +51,8 @@ struct Weights {
   DType dtype;
   const Matrix* matrices;
   int64_t count, depth;
+  int64_t group;  // columns that share a scale; 0: all
+  DType offsets_dtype;
 };
 
 // How a query's scores are made and which keys it sees.

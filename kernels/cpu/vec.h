@@ -5,6 +5,14 @@
 #pragma once
 
 #include <cstdint>
+
+// Else the compiler loads a vector again for each use, or puts a sum off, and loads are the bottleneck.
+#if defined(__x86_64__)
+#define KEEP_IN_REGISTER(vec) asm("" : "+v"(vec))
+#else
+#define KEEP_IN_REGISTER(vec)
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -21,6 +29,10 @@ typedef uint32_t VecUint __attribute__((vector_size(LANES * 4)));
 typedef uint16_t VecHalf __attribute__((vector_size(LANES * 2)));
 
 struct bf16 {
+  uint16_t bits;
+};
+
+struct half {
   uint16_t bits;
 };
 
@@ -42,6 +54,15 @@ inline Vec load(const bf16* p) {
   VecHalf half;
   __builtin_memcpy(&half, p, sizeof half);
   return (Vec)(__builtin_convertvector(half, VecUint) << 16);
+}
+
+// Exact for every finite value.
+inline Vec load(const half* p) {
+  VecHalf bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  const VecUint wide = __builtin_convertvector(bits, VecUint);
+  const Vec size = (Vec)((wide & 0x7fff) << 13) * 0x1p112f;  // the exponent's bias: 127 - 15
+  return (Vec)((VecUint)size | (wide & 0x8000) << 16);
 }
 
 inline void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof v); }

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.linear import LinearWeights
+from kernels.quantized import QuantizedMatrix, dequantized
 from kernels.reference.precision import widened
 
 
@@ -18,7 +19,8 @@ def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
         begin = end
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(x: torch.Tensor, part: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    weight = dequantized(part) if isinstance(part, QuantizedMatrix) else part
     if weight.dtype == x.dtype:  # torch sums in float32 and rounds once by itself
         return F.linear(x, weight, bias)
     wide = widened(x)

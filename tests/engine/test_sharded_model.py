@@ -127,8 +127,8 @@ def test_a_share_of_a_matrix_is_a_view(name: str, checkpoints: dict[str, Path]) 
     folder = checkpoints[name]
     config = read_config(folder)
     shares = [load_weights(folder, config, "float32", Shard(rank, 2)).layers[0] for rank in range(2)]
-    first, second = (share.output.parts[0] for share in shares)
+    first, second = (share.output.tensors[0] for share in shares)
     assert first.stride(0) == second.stride(0) == config.num_heads * config.head_dim
     assert (shares[0].output.bias is None) == (not config.output_bias)
     assert shares[1].output.bias is None
-    assert len(shares[0].qkv.parts) == 3
+    assert len(shares[0].qkv.tensors) == 3

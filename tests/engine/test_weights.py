@@ -43,14 +43,14 @@ def test_parts_come_in_order(tmp_path: Path) -> None:
     ):
         assert fused.bias is not None
         parts = [f"model.layers.1.{kind}.{name}_proj" for name in names]
-        assert all(torch.equal(got, tensors[f"{part}.weight"]) for got, part in zip(fused.parts, parts, strict=True))
+        assert all(torch.equal(got, tensors[f"{part}.weight"]) for got, part in zip(fused.tensors, parts, strict=True))
         assert torch.equal(fused.bias, torch.cat([tensors[f"{part}.bias"] for part in parts]))
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, tie_word_embeddings=True)
     weights = load(tmp_path)
-    assert weights.head.parts[0].data_ptr() == weights.embedding.data_ptr()
+    assert weights.head.tensors[0].data_ptr() == weights.embedding.data_ptr()
 
 
 @pytest.mark.parametrize(("file_dtype", "dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16",) * 2])
@@ -63,7 +63,7 @@ def test_the_file_is_mapped_once_and_the_mapping_ends_with_the_weights(
     assert num_mappings(tmp_path) == 1
     layer = weights.layers[0]
     assert isinstance(layer.mlp, MlpWeights)
-    assert {part.dtype for part in (weights.embedding, *layer.qkv.parts, *layer.mlp.down.parts)} == {
+    assert {part.dtype for part in (weights.embedding, *layer.qkv.tensors, *layer.mlp.down.tensors)} == {
         TORCH_DTYPES[file_dtype]
     }
     assert layer.qkv.bias is not None
@@ -76,7 +76,7 @@ def test_parts_of_unlike_dtypes_become_alike(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     convert(tmp_path, "bfloat16", only="q_proj")
     qkv = load(tmp_path).layers[0].qkv
-    assert [part.dtype for part in qkv.parts] == [torch.float32] * 3
+    assert [part.dtype for part in qkv.tensors] == [torch.float32] * 3
 
 
 def test_another_dtype_is_a_copy_and_nothing_stays_mapped(tmp_path: Path) -> None:

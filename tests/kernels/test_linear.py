@@ -40,7 +40,7 @@ def make_x(rows: int, columns: int, dtype: torch.dtype = FLOAT32) -> torch.Tenso
 
 def oracle(x: torch.Tensor, weights: LinearWeights) -> tuple[Array, Array]:
     """The float64 result, and the sum of its terms' sizes, which bounds what rounding may do to it."""
-    matrix = np.concatenate([float64(part) for part in weights.parts])
+    matrix = np.concatenate([float64(part) for part in weights.tensors])
     bias = 0.0 if weights.bias is None else float64(weights.bias)
     return float64(x) @ matrix.T + bias, np.abs(float64(x)) @ np.abs(matrix).T + np.abs(bias)
 
@@ -117,7 +117,7 @@ def test_nor_on_the_number_of_threads(implementation: str, rows: int) -> None:
 def test_nor_on_the_other_parts(implementation: str) -> None:
     weights, x = make_weights((40, 7, 90), 192), make_x(9, 192)
     with using(implementation) as backend:
-        alone = [linear(x, LinearWeights((part,)), backend=backend) for part in weights.parts]
+        alone = [linear(x, LinearWeights((part,)), backend=backend) for part in weights.tensors]
         assert torch.equal(linear(x, weights, backend=backend), torch.cat(alone, dim=1))
 
 
@@ -133,7 +133,7 @@ def test_bfloat16_weights_are_widened_exactly(implementation: str) -> None:
 @every_cpu
 def test_infinities_and_nan_stay_in_their_row_and_column(implementation: str) -> None:
     weights, x = make_weights((20,), 40), make_x(7, 40)
-    weights.parts[0][3, 39] = torch.inf
+    weights.tensors[0][3, 39] = torch.inf
     x[5, 0] = torch.nan
     with using(implementation) as backend:
         out = linear(x, weights, backend=backend)
@@ -194,13 +194,13 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="parts is empty"):
         LinearWeights(())
     with pytest.raises(ValueError, match=r"parts\[1\] has shape \(5, 7\), expected \(\*, 8\)"):
-        LinearWeights((weights.parts[0], torch.zeros(5, 7, dtype=BFLOAT16)))
+        LinearWeights((weights.tensors[0], torch.zeros(5, 7, dtype=BFLOAT16)))
     with pytest.raises(TypeError, match=r"parts\[1\] has dtype torch.float32, expected torch.bfloat16"):
-        LinearWeights((weights.parts[0], torch.zeros(5, 8)))
+        LinearWeights((weights.tensors[0], torch.zeros(5, 8)))
     with pytest.raises(ValueError, match="stride 5 in its last dimension"):
         LinearWeights((torch.zeros(8, 5).T,))
     with pytest.raises(ValueError, match=r"bias has shape \(8,\), expected \(9\)"):
-        LinearWeights(weights.parts, torch.zeros(8))
+        LinearWeights(weights.tensors, torch.zeros(8))
     with pytest.raises(ValueError, match=r"x has shape \(2, 7\), expected \(\*, 8\)"):
         linear(torch.zeros(2, 7), weights)
     with pytest.raises(TypeError, match=r"bias has dtype torch.float32, expected torch.bfloat16"):
