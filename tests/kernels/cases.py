@@ -23,6 +23,10 @@ Array = npt.NDArray[np.float64]
 TOLERANCE = {torch.float32: (1e-5, 2e-6), torch.bfloat16: (2**-8, 1e-5), torch.float16: (2**-10, 1e-5)}
 
 
+# Contexts around the ends of blocks, tiles and splits.
+_EDGES = (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 257, 511, 512, 513, 1024, 1025, 2047, 4096)
+
+
 class Limits(TypedDict, total=False):
     """The optional arguments of both ops."""
 
@@ -62,16 +66,16 @@ def shapes(
 ) -> st.SearchStrategy[Shape]:
     """`max_new` 1 draws decode batches. Contexts favour the neighbourhood of block and tile ends."""
     contexts = st.one_of(
-        st.sampled_from([n for n in (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 257, 513) if n <= max_context]),
+        st.sampled_from([n for n in _EDGES if n <= max_context]),
         st.integers(1, max_context),
     )
     lengths = contexts.flatmap(lambda c: st.tuples(st.integers(1, min(c, max_new or c)), st.just(c)))
     return st.builds(
         Shape,
         num_kv_heads=st.integers(1, 3),
-        group=st.sampled_from([1, 3, 4, 8]),
-        head_dim=st.sampled_from([64, 128]),
-        block_size=st.sampled_from([8, 16, 32]),
+        group=st.sampled_from([1, 2, 3, 4, 7, 8]),
+        head_dim=st.sampled_from([16, 64, 72, 128]),
+        block_size=st.sampled_from([4, 8, 16, 32, 64]),
         dtype=st.sampled_from(dtypes),
         lengths=st.lists(lengths, min_size=1, max_size=3).map(tuple),
         seed=st.integers(0, 2**16),
@@ -131,16 +135,18 @@ def dense_attention(
 ) -> Array:
     """Causal attention in float64. q: [n, Hq, D], the last n positions; k, v: [Hkv, c, D]. Returns [n, Hq, D]."""
     queries, keys, values = float64(q), float64(k), float64(v)
-    group = queries.shape[1] // keys.shape[0]
+    num_new, num_heads, _ = queries.shape
+    group = num_heads // keys.shape[0]
+    distance = np.arange(keys.shape[1] - num_new, keys.shape[1])[:, None] - np.arange(keys.shape[1])  # back to the key
+    hidden = (distance < 0) | (distance >= (np.inf if sliding_window is None else sliding_window))
     out = np.empty(queries.shape)
-    for i, h in np.ndindex(queries.shape[:2]):
-        seen = keys.shape[1] - queries.shape[0] + i + 1
-        first = 0 if sliding_window is None else max(0, seen - sliding_window)
-        scores = keys[h // group, first:seen] @ queries[i, h] * scale
+    for h in range(num_heads):
+        scores = queries[:, h] @ keys[h // group].T * scale
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
-        weights = np.exp(scores - scores.max())
-        out[i, h] = weights @ values[h // group, first:seen] / weights.sum()
+        scores[hidden] = -np.inf
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        out[:, h] = weights @ values[h // group] / weights.sum(1, keepdims=True)
     return out
 
 

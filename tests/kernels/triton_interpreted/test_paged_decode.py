@@ -4,43 +4,52 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from kernels import paged_decode
-from tests.kernels.cases import Shape, assert_close, attention
+from kernels.paged_decode import paged_decode
+from kernels.triton import paged_decode as implementation
+from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes
 from tests.kernels.triton_interpreted.precisions import DTYPES, WEIGHT_ROUNDING
 
-
-def shape(dtype: torch.dtype, *lengths: tuple[int, int]) -> Shape:
-    return Shape(2, 3, 64, 16, dtype, lengths, seed=3)
+RAGGED = Shape(2, 3, 64, 16, torch.float32, ((1, 1300), (1, 3), (1, 512), (1, 600)), seed=3)
 
 
-# (sliding window, soft cap)
-LIMITS = [(1, None), (40, None), (100, 20.0), (None, 1.0)]
-DECODE_SHAPES = [
-    *(
-        dataclasses.replace(shape(torch.float32, (1, 530), (1, 65), (1, 16)), sliding_window=window, soft_cap=cap)
-        for window, cap in LIMITS
-    ),
-    *(shape(dtype, (1, 530), (1, 16), (1, 1)) for dtype in DTYPES),
-    dataclasses.replace(shape(torch.float32, (1, 65), (1, 64)), group=1, head_dim=128, block_size=8),
-    dataclasses.replace(shape(torch.float32, (1, 33)), num_kv_heads=1, group=20, head_dim=72, block_size=32),
-]
-
-
-@pytest.mark.parametrize("drawn", DECODE_SHAPES, ids=str)
-def test_paged_decode(drawn: Shape) -> None:
-    case = attention(drawn)
-    out = paged_decode.paged_decode(
-        *(case.q, case.kv, case.block_tables, case.context_lens, case.scale),
+def decode(case: Attention, rows: slice = slice(None)) -> torch.Tensor:
+    return paged_decode(
+        *(case.q[rows], case.kv, case.block_tables[rows], case.context_lens[rows], case.scale),
         **case.limits,
         backend="triton",
     )
-    assert_close(out, case.expected, extra=WEIGHT_ROUNDING[drawn.dtype])
 
 
-def test_paged_decode_gives_zeros_for_padding_rows() -> None:
-    case = attention(shape(torch.float32, (1, 5), (1, 9)))
-    case.context_lens[0] = 0
-    out = paged_decode.paged_decode(case.q, case.kv, case.block_tables, case.context_lens, case.scale, backend="triton")
-    assert out[0].eq(0).all()
-    assert_close(out[1], case.expected[1])
+@given(shape=shapes(max_new=1, max_context=4096, dtypes=DTYPES))
+@example(shape=dataclasses.replace(RAGGED, sliding_window=1))
+@example(shape=dataclasses.replace(RAGGED, sliding_window=514, soft_cap=20.0))
+@example(shape=dataclasses.replace(RAGGED, num_kv_heads=1, group=20, head_dim=72, block_size=32))
+def test_equals_dense_attention(shape: Shape) -> None:
+    case = attention(shape)
+    assert_close(decode(case), case.expected, extra=WEIGHT_ROUNDING[shape.dtype])
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_neither_the_batch_nor_the_number_of_programs_changes_a_bit(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = ((1, 1300), (1, 3), (1, 512))
+    case = attention(dataclasses.replace(RAGGED, num_kv_heads=1, lengths=lengths, sliding_window=window))
+    monkeypatch.setattr(implementation, "_PROGRAMS_PER_MULTIPROCESSOR", 1000)
+    expected = torch.cat([decode(case, slice(row, row + 1)) for row in range(3)])
+    assert torch.equal(decode(case), expected)
+    monkeypatch.setattr(implementation, "_PROGRAMS_PER_MULTIPROCESSOR", 2)
+    assert torch.equal(decode(case), expected)
+
+
+@given(padding=st.lists(st.booleans(), min_size=4, max_size=4))
+def test_padding_rows_give_zeros(padding: list[bool]) -> None:
+    case = attention(dataclasses.replace(RAGGED, lengths=((1, 5), (1, 513), (1, 9), (1, 16)), num_kv_heads=1))
+    case.context_lens[padding] = 0
+    out = decode(case)
+    assert out[padding].eq(0).all()
+    kept = [not row for row in padding]
+    assert_close(out[kept], case.expected[kept])
