@@ -8,27 +8,20 @@ engine/families.py says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from engine.flat_batch import FlatBatch
-from engine.layers import Attention, FeedForward, feed_forward
-from engine.model_config import LayerConfig, ModelConfig, read_config
-from engine.rotary import RotaryTable, rotary_table
+from engine.layers import decoder_of
+from engine.model_config import ModelConfig, read_config
+from engine.shard import WHOLE
 from engine.tensor_parallel.exchange import ALONE, Exchange
-from engine.weights import LayerWeights, ModelWeights, load_weights
+from engine.weights import ModelWeights, load_weights
+from kernels.decoder import run_stages
+from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
 from kernels.linear import linear
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    weights: LayerWeights
-    attention: Attention
-    feed_forward: FeedForward
 
 
 class Model:
@@ -46,13 +39,10 @@ class Model:
         self._weights = weights
         scale = config.hidden_size**0.5 if config.family.scaled_embedding else 1.0
         self._embedding_scale = torch.tensor(scale, dtype=weights.dtype)  # rounded, as it was in training
-        tables = {
-            rope: rotary_table(rope, config.head_dim, config.max_model_len) for rope in {x.rope for x in config.layers}
-        }
-        self._layers = tuple(
-            _build(config, layer, part, tables[layer.rope])
-            for layer, part in zip(config.layers, weights.layers, strict=True)
-        )
+        self._decoder = decoder_of(config, weights)
+        num_stages = len(self._decoder.stages)
+        at_once = num_stages if exchange.shard == WHOLE else 1  # what needs no sum over the ranks in between
+        self._runs = [(first, first + at_once) for first in range(0, num_stages, at_once)]
 
     @classmethod
     def load(cls, model_dir: Path, dtype: str, exchange: Exchange = ALONE) -> Model:
@@ -68,31 +58,21 @@ class Model:
         """
         residual = self._embed(batch.token_ids)
         delta = torch.zeros_like(residual)
-        for layer, cache in zip(self._layers, kv, strict=True):
-            weights = layer.weights
-            normed, residual = fused_add_rms_norm(delta, residual, weights.input_norm, self._eps)
-            delta = self._exchange.summed(layer.attention(normed, batch, cache))
-            delta = self._normed(delta, weights.attention_output_norm)
-            normed, residual = fused_add_rms_norm(delta, residual, weights.mlp_input_norm, self._eps)
-            delta = self._normed(self._exchange.summed(layer.feed_forward(normed)), weights.mlp_output_norm)
-        rows = batch.sample_rows
-        normed, _ = fused_add_rms_norm(delta[rows], residual[rows], self._weights.final_norm, self._eps)
-        return self._logits(normed)
+        for first, last in self._runs:
+            delta, residual = run_stages(self._decoder, first, last, delta, residual, batch, kv)
+            delta = self._exchange.summed(delta)
+        return self._logits(delta[batch.sample_rows], residual[batch.sample_rows])
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, H]."""
         rows = torch.nn.functional.embedding(token_ids, self._weights.embedding).to(self._weights.dtype)
         return rows * self._embedding_scale
 
-    def _normed(self, delta: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """What is added to the residual stream, normalised where the family does that."""
-        return delta if weight is None else rms_norm(delta, weight, self._eps)
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[R, H] -> float32 [R, V]."""
-        logits = self._exchange.joined(linear(x, self._weights.head), self._vocab_size).float()
+    def _logits(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """[R, H] each, what the last layer adds and what it adds that to -> float32 [R, V]."""
+        delta_norm = self._weights.layers[-1].mlp_output_norm
+        if delta_norm is not None:
+            delta = rms_norm(delta, delta_norm, self._eps)
+        normed, _ = fused_add_rms_norm(delta, residual, self._weights.final_norm, self._eps)
+        logits = self._exchange.joined(linear(normed, self._weights.head), self._vocab_size).float()
         return logits if self._logit_soft_cap is None else (logits / self._logit_soft_cap).tanh() * self._logit_soft_cap
-
-
-def _build(config: ModelConfig, layer: LayerConfig, weights: LayerWeights, rotary: RotaryTable) -> _Layer:
-    return _Layer(weights, Attention(config, layer, weights, rotary), feed_forward(config, layer, weights.mlp))

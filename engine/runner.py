@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, ModelInfo, ScheduledSequence
 from engine.checkpoint import model_info
-from engine.flat_batch import FlatBatch
 from engine.kv_cache import kv_cache
 from engine.model import Model
 from engine.sampler import SampleRow, sample
 from engine.sequence import SampledToken
 from engine.speculation.verify import verified
+from kernels.flat_batch import FlatBatch
 
 
 class TorchRunner:

@@ -19,6 +19,7 @@ from engine.families import ExpertNames
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig
 from engine.safetensors_file import TensorEntry, read_header, shard_files
 from engine.shard import WHOLE, Shard
+from kernels.decoder import MlpWeights
 from kernels.linear import LinearWeights
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,14 +33,6 @@ class Rows:
 
     total: int
     wanted: tuple[range, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MlpWeights:
-    """Parts of `gate_up`: gate and up, or both as one."""
-
-    gate_up: LinearWeights
-    down: LinearWeights
 
 
 @dataclass(frozen=True, slots=True)

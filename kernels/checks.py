@@ -45,3 +45,13 @@ def check_context(block_tables: torch.Tensor, context_lens: torch.Tensor, num_se
     check_rows("block_tables", block_tables)
     check_shape("context_lens", context_lens, (num_sequences,))
     check_dtype("context_lens", context_lens, torch.int32)
+
+
+def check_rope_tables(cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> None:
+    """cos, sin: float32 [P, head_dim / 2], contiguous."""
+    check_shape("cos", cos, (None, head_dim // 2))
+    check_shape("sin", sin, tuple(cos.shape))
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        check_dtype(name, tensor, torch.float32)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected contiguous rows")

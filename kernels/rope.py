@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checks import check_dtype, check_rows, check_shape
+from kernels.checks import check_dtype, check_rope_tables, check_rows, check_shape
 from kernels.dispatch import Backend, implementation
 
 
@@ -33,11 +33,6 @@ def rope(
     check_dtype("positions", positions, torch.int64)
     for name, tensor in (("q", q), ("k", k)):
         check_rows(name, tensor)
-    check_shape("cos", cos, (None, head_dim // 2))
-    check_shape("sin", sin, tuple(cos.shape))
-    for name, tensor in (("cos", cos), ("sin", sin)):
-        check_dtype(name, tensor, torch.float32)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}, expected contiguous rows")
+    check_rope_tables(cos, sin, head_dim)
     implementation("rope", "rope", q, backend)(q, k, positions, cos, sin)
     return q, k

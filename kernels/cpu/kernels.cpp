@@ -1,5 +1,6 @@
 // All CPU kernels for one instruction set. build.py compiles this file once for each, with -DISA=<name>.
 #include "block_copy.h"
+#include "decoder.h"
 #include "linear.h"
 #include "ops.h"
 #include "paged_decode.h"
@@ -31,5 +32,6 @@ const Ops JOIN(ops_, ISA) = {
     by_type<silu_mul<float>, silu_mul<bf16>>,
     by_type<gelu_mul<float>, gelu_mul<bf16>>,
     by_type<linear<float>, linear<bf16>>,
+    by_type<run_stages<float>, run_stages<bf16>>,
     copy_rows,
 };

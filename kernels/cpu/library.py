@@ -77,12 +77,71 @@ class Scoring(ctypes.Structure):
     _fields_ = (("scale", _FLOAT), ("soft_cap", _FLOAT), ("window", _INT64))
 
 
+class Linear(ctypes.Structure):
+    """A linear layer."""
+
+    _fields_ = (("weights", Weights), ("bias", _POINTER))
+
+
+class Attention(ctypes.Structure):
+    """What an attention stage does between its linears."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query_norm", "key_norm", "cos", "sin")),
+        ("num_positions", _INT64),
+        ("scoring", Scoring),
+    )
+
+
+class Stage(ctypes.Structure):
+    """Half of a decoder layer."""
+
+    _fields_ = (
+        ("delta_norm", _POINTER),
+        ("norm", _POINTER),
+        ("first", Linear),
+        ("second", Linear),
+        ("attention", ctypes.POINTER(Attention)),
+        ("activation", _INT32),
+    )
+
+
+class Decoder(ctypes.Structure):
+    """All stages of a decoder."""
+
+    _fields_ = (
+        ("stages", ctypes.POINTER(Stage)),
+        *((name, _INT64) for name in ("hidden", "heads", "kv_heads", "head_dim", "max_wide", "max_narrow")),
+        ("eps", _FLOAT),
+    )
+
+
+class Step(ctypes.Structure):
+    """Tokens of one step."""
+
+    _fields_ = (
+        ("tokens", _INT64),
+        ("positions", _POINTER),
+        ("slot_mapping", _POINTER),
+        ("decodes", Context),
+        ("prefills", Context),
+        ("cu_seqlens", _POINTER),
+    )
+
+
+class Stream(ctypes.Structure):
+    """The residual stream and what is still to be added to it."""
+
+    _fields_ = (("delta", _POINTER), ("residual", _POINTER))
+
+
 def _op(*arguments: type) -> type:
     return ctypes.CFUNCTYPE(_INT64, *arguments)
 
 
 _HEADS, _CACHE, _CONTEXT = ctypes.POINTER(Heads), ctypes.POINTER(Cache), ctypes.POINTER(Context)
 _SCORING, _WEIGHTS = ctypes.POINTER(Scoring), ctypes.POINTER(Weights)
+_DECODER, _STEP, _STREAM = ctypes.POINTER(Decoder), ctypes.POINTER(Step), ctypes.POINTER(Stream)
 
 
 class _Ops(ctypes.Structure):
@@ -102,6 +161,10 @@ class _Ops(ctypes.Structure):
         ("silu_mul", _op(_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32)),
         ("gelu_mul", _op(_INT32, _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT32)),
         ("linear", _op(_INT32, _POINTER, _INT64, _INT64, _WEIGHTS, _POINTER, _POINTER, _INT32)),
+        (
+            "run_stages",
+            _op(_INT32, _DECODER, _INT64, _INT64, _STEP, _CACHE, _STREAM, _STREAM, _POINTER, _INT32),
+        ),
         (
             "copy_rows",
             _op(
@@ -125,6 +188,7 @@ class Library:
     silu_mul: Callable[..., int]
     gelu_mul: Callable[..., int]
     linear: Callable[..., int]
+    run_stages: Callable[..., int]
     copy_rows: Callable[..., int]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,31 +23,34 @@ _described: WeakKeyDictionary[LinearWeights, Weights] = WeakKeyDictionary()
 
 def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
     """Fills out [M, N]."""
-    if weights.dtype not in _WEIGHT_DTYPES or not 0 < weights.columns <= MAX_DEPTH or _torch_is_faster(x, weights):
+    if x.shape[0] > max_rows_in_cpp(weights, x.dtype):
         return reference.linear(x, weights, out)
     library().linear(
         dtype_code(x),
         x.data_ptr(),
         x.stride(0),
         x.shape[0],
-        _description(weights),
+        weights_struct(weights),
         None if weights.bias is None else weights.bias.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
     )
 
 
-def _description(weights: LinearWeights) -> Weights:
-    """Made once for each object: it would take longer than a small product."""
+def weights_struct(weights: LinearWeights) -> Weights:
+    """`weights` as ops.h has them. Made once for each object: it would take longer than a small product."""
     found = _described.get(weights)
     if found is None:
         found = _described[weights] = weights_of(weights.parts)
     return found
 
 
-def _torch_is_faster(x: torch.Tensor, weights: LinearWeights) -> bool:
-    both_bfloat16 = x.dtype == weights.dtype == torch.bfloat16
-    return both_bfloat16 and x.shape[0] > _MEMORY_BOUND_ROWS and _has_bfloat16_units()
+def max_rows_in_cpp(weights: LinearWeights, x_dtype: torch.dtype) -> int:
+    """Batches of more rows go to torch; 0: all do."""
+    if weights.dtype not in _WEIGHT_DTYPES or not 0 < weights.columns <= MAX_DEPTH:
+        return 0
+    both_bfloat16 = x_dtype == weights.dtype == torch.bfloat16
+    return _MEMORY_BOUND_ROWS if both_bfloat16 and _has_bfloat16_units() else sys.maxsize
 
 
 @functools.cache

@@ -64,6 +64,56 @@ struct Scoring {
   int64_t first_visible(int64_t position) const { return position < window ? 0 : position - window + 1; }
 };
 
+// A linear layer. bias (or null): one value for each column of the output.
+struct Linear {
+  Weights weights;
+  const void* bias;
+};
+
+// What an attention stage does between its linears. Norms [head_dim] or null; cos, sin: [num_positions, head_dim / 2].
+struct Attention {
+  const void* query_norm;
+  const void* key_norm;
+  const float* cos;
+  const float* sin;
+  int64_t num_positions;
+  Scoring scoring;
+};
+
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
+
+// Half of a decoder layer: what the stage before added (normalised if delta_norm is not null) joins the residual stream,
+// whose norm goes through `first`, then attention or (null) a gate, then `second`.
+struct Stage {
+  const void* delta_norm;
+  const void* norm;
+  Linear first, second;
+  const Attention* attention;
+  Activation activation;
+};
+
+// Stage s belongs to layer s / 2. max_wide, max_narrow: the largest widths between the linears of a stage.
+struct Decoder {
+  const Stage* stages;
+  int64_t hidden, heads, kv_heads, head_dim, max_wide, max_narrow;
+  float eps;
+};
+
+// One token each of the decode sequences, then the runs of the prefill sequences.
+struct Step {
+  int64_t tokens;
+  const int64_t* positions;
+  const int64_t* slot_mapping;
+  Context decodes, prefills;
+  const int32_t* cu_seqlens;  // [prefills + 1], from 0
+};
+
+// Rows [tokens, hidden], contiguous: the residual stream and what is still to be added to it.
+struct Stream {
+  void* delta;
+  void* residual;
+};
+
 struct Ops {
   const char* isa;
   int64_t (*paged_decode)(DType, const Heads& q, const Cache&, const Context&, const Scoring&, const Heads& out,
@@ -84,6 +134,10 @@ struct Ops {
   // x: [rows, depth]; bias (or null): one value for each column of out; out: contiguous.
   int64_t (*linear)(DType, const void* x, int64_t x_stride, int64_t rows, const Weights&, const void* bias, void* out,
                     int threads);
+  // Stages [first, last). caches: one for each layer. workspace: tokens * (hidden + max_wide + max_narrow) elements.
+  // Returns 0 when any token or sequence leaves its table.
+  int64_t (*run_stages)(DType, const Decoder&, int64_t first, int64_t last, const Step&, const Cache* caches,
+                        const Stream& in, const Stream& out, void* workspace, int threads);
   // Row target_rows[i] of target becomes row source_rows[i] of source; strides count bytes, targets are distinct.
   int64_t (*copy_rows)(const void* source, int64_t source_stride, void* target, int64_t target_stride,
                        int64_t row_bytes, const int64_t* source_rows, const int64_t* target_rows, int64_t rows,

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.config_fields import CheckpointError
 from engine.model_config import read_config
-from engine.weights import TORCH_DTYPES, MlpWeights, ModelWeights, load_weights
+from engine.weights import TORCH_DTYPES, ModelWeights, load_weights
+from kernels.decoder import MlpWeights
 from tests.engine.tiny_llama import edit_config, make_checkpoint
 
 

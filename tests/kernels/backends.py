@@ -11,6 +11,7 @@ import pytest
 
 from kernels.cpu import (
     block_copy,
+    decoder,
     gelu_mul,
     kv_write,
     library,
@@ -23,7 +24,7 @@ from kernels.cpu import (
 )
 from kernels.dispatch import Backend
 
-_CPU_MODULES = (block_copy, gelu_mul, kv_write, linear, paged_decode, paged_prefill, rms_norm, rope, silu_mul)
+_CPU_MODULES = (block_copy, decoder, gelu_mul, kv_write, linear, paged_decode, paged_prefill, rms_norm, rope, silu_mul)
 _ISAS = ("baseline", "avx2", "avx512")
 
 

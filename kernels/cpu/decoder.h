@@ -1,0 +1,152 @@
+// Stages of a decoder in one call: the ops of these headers one after the other, on memory that stays.
+//
+// kernels/reference/decoder.py is the same composition through the public ops; both give the same bits.
+#pragma once
+
+#include "linear.h"
+#include "paged_decode.h"
+#include "paged_prefill.h"
+#include "rowwise.h"
+
+namespace {
+
+// Where a step's intermediate results lie. All rows are contiguous.
+template <class T>
+struct Workspace {
+  T* normed;  // [tokens, hidden]
+  T* wide;    // [tokens, columns of a stage's first linear]
+  T* narrow;  // [tokens, columns of a stage's second linear's input]
+
+  Workspace(void* memory, const Decoder& decoder, int64_t tokens) {
+    normed = static_cast<T*>(memory);
+    wide = normed + tokens * decoder.hidden;
+    narrow = wide + tokens * decoder.max_wide;
+  }
+};
+
+// One step's tokens on their way through the stages.
+template <class T>
+struct DecoderStep {
+  const Decoder& decoder;
+  const Step& step;
+  const Cache* caches;
+  Workspace<T> work;
+  int threads;
+
+  // residual_out = residual + delta, and its norm to work.normed.
+  void enter(const Stage& stage, const T* delta, const T* residual, T* residual_out) {
+    const int64_t hidden = decoder.hidden;
+    if (stage.delta_norm != nullptr) {
+      rms_norm<T>(delta, hidden, nullptr, 0, stage.delta_norm, decoder.eps, work.normed, nullptr, step.tokens, hidden,
+                  threads);
+      delta = work.normed;
+    }
+    rms_norm<T>(delta, hidden, residual, hidden, stage.norm, decoder.eps, work.normed, residual_out, step.tokens, hidden,
+                threads);
+  }
+
+  void multiply(const T* x, const Linear& linear_layer, T* out) {
+    const Weights& weights = linear_layer.weights;
+    linear<T>(x, weights.depth, step.tokens, weights, linear_layer.bias, out, threads);
+  }
+
+  void attend(const Stage& stage, const Cache& cache) {
+    const Attention& attention = *stage.attention;
+    const int64_t dim = decoder.head_dim, row = (decoder.heads + 2 * decoder.kv_heads) * dim;
+    const Heads q{work.wide, step.tokens, decoder.heads, row, dim};
+    const Heads k{work.wide + decoder.heads * dim, step.tokens, decoder.kv_heads, row, dim};
+    const Heads v{work.wide + (decoder.heads + decoder.kv_heads) * dim, step.tokens, decoder.kv_heads, row, dim};
+    normalise_heads(q, attention.query_norm);
+    normalise_heads(k, attention.key_norm);
+    rope<T>(q, k, dim, step.positions, attention.cos, attention.sin, attention.num_positions, threads);
+    kv_write<T>(k, v, cache, step.slot_mapping, threads);
+    const int64_t decodes = step.decodes.num_sequences;
+    const Heads out{work.narrow, step.tokens, decoder.heads, decoder.heads * dim, dim};
+    if (decodes > 0)
+      paged_decode<T>(first_tokens(q, decodes), cache, step.decodes, attention.scoring, first_tokens(out, decodes),
+                      threads);
+    if (step.prefills.num_sequences > 0)
+      paged_prefill<T>(after_tokens(q, decodes), cache, step.prefills, step.cu_seqlens, attention.scoring,
+                       after_tokens(out, decodes), threads);
+  }
+
+  // Each head alone, in place; `weight` may be null.
+  void normalise_heads(const Heads& heads, const void* weight) {
+    if (weight == nullptr) return;
+    parallel_rows(heads.tokens, heads.heads * decoder.head_dim, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; t++)
+        for (int64_t h = 0; h < heads.heads; h++) {
+          T* head = row<T>(heads, t, h);
+          normalise_row(head, static_cast<const T*>(weight), decoder.eps, head, decoder.head_dim);
+        }
+    });
+  }
+
+  static Heads first_tokens(Heads heads, int64_t count) {
+    heads.tokens = count;
+    return heads;
+  }
+
+  static Heads after_tokens(Heads heads, int64_t count) {
+    heads.data = row<T>(heads, count, 0);
+    heads.tokens -= count;
+    return heads;
+  }
+
+  void gate(const Stage& stage) {
+    const int64_t inner = stage.second.weights.depth;
+    const auto activate_and_multiply = stage.activation == GELU_TANH ? gelu_mul<T> : silu_mul<T>;
+    activate_and_multiply(work.wide, 2 * inner, work.narrow, step.tokens, inner, threads);
+  }
+
+  void run(int64_t first, int64_t last, const Stream& in, const Stream& out) {
+    const T *delta = static_cast<const T*>(in.delta), *residual = static_cast<const T*>(in.residual);
+    T *delta_out = static_cast<T*>(out.delta), *residual_out = static_cast<T*>(out.residual);
+    for (int64_t s = first; s < last; s++) {
+      const Stage& stage = decoder.stages[s];
+      enter(stage, delta, residual, residual_out);
+      multiply(work.normed, stage.first, work.wide);
+      if (stage.attention != nullptr) {
+        attend(stage, caches[s / 2]);
+      } else {
+        gate(stage);
+      }
+      multiply(work.narrow, stage.second, delta_out);
+      delta = delta_out;
+      residual = residual_out;
+    }
+  }
+};
+
+// Whether every position, slot and context lies in its table, for all stages.
+inline bool step_is_sound(const Decoder& decoder, int64_t first, int64_t last, const Step& step, const Cache* caches) {
+  const int64_t decodes = step.decodes.num_sequences, prefills = step.prefills.num_sequences;
+  for (int64_t s = first; s < last; s++) {
+    if (decoder.stages[s].attention == nullptr) continue;
+    const Cache& cache = caches[s / 2];
+    for (int64_t t = 0; t < step.tokens; t++) {
+      const int64_t position = step.positions[t];
+      if (position < 0 || position >= decoder.stages[s].attention->num_positions) return false;
+      if (step.slot_mapping[t] >= cache.num_blocks * cache.block_size) return false;
+    }
+    if (first_bad_sequence(cache, step.decodes) != OK || first_bad_sequence(cache, step.prefills) != OK) return false;
+    if (prefills == 0) {
+      if (decodes != step.tokens) return false;
+      continue;
+    }
+    const PrefillPlan plan(step.prefills, step.cu_seqlens, decoder.heads, decoder.kv_heads);
+    if (plan.first_bad(step.tokens - decodes) != OK) return false;
+  }
+  return true;
+}
+
+template <class T>
+int64_t run_stages(const Decoder& decoder, int64_t first, int64_t last, const Step& step, const Cache* caches,
+                   const Stream& in, const Stream& out, void* workspace, int threads) {
+  if (!step_is_sound(decoder, first, last, step, caches)) return 0;
+  DecoderStep<T> run{decoder, step, caches, Workspace<T>(workspace, decoder, step.tokens), threads};
+  run.run(first, last, in, out);
+  return OK;
+}
+
+}  // namespace

@@ -1,0 +1,173 @@
+"""CPU implementation of kernels/decoder.py: decoder.h, one call for as many stages as it can take."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from itertools import groupby
+from weakref import WeakKeyDictionary
+
+import torch
+
+import kernels.cpu.library as c
+from kernels.cpu.library import library
+from kernels.cpu.linear import max_rows_in_cpp, weights_struct
+from kernels.decoder import Activation, AttentionStage, Decoder, ExpertsStage, MlpStage, Stage
+from kernels.flat_batch import FlatBatch
+from kernels.kv_cache import PagedKV
+from kernels.linear import LinearWeights
+from kernels.reference import decoder as reference
+
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+
+
+def run_stages(
+    decoder: Decoder,
+    first: int,
+    last: int,
+    delta: torch.Tensor,
+    residual: torch.Tensor,
+    batch: FlatBatch,
+    caches: Sequence[PagedKV],
+    new_delta: torch.Tensor,
+    new_residual: torch.Tensor,
+) -> None:
+    """Fills new_delta and new_residual, both [T, H]. Experts and what the C++ does not take are computed op by op.
+
+    Raises IndexError for a position, slot, context or block outside its table.
+    """
+    described = _described.get(decoder)
+    if described is None:
+        described = _described[decoder] = _Description(decoder)
+    for in_cpp, stages in groupby(range(first, last), lambda s: batch.num_tokens <= described.max_rows[s]):
+        span = list(stages)
+        arguments = (span[0], span[-1] + 1, delta, residual, batch, caches, new_delta, new_residual)
+        if not in_cpp or not described.run(*arguments):
+            reference.run_stages(decoder, *arguments)  # which also says what was wrong with a batch that was refused
+        delta, residual = new_delta, new_residual
+
+
+class _Description:
+    """A decoder as ops.h has it, with the memory that its steps use. Must not outlive the decoder."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._dtype = decoder.dtype
+        heads = (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim)
+        self._query = torch.empty((0, decoder.num_heads, decoder.head_dim), dtype=decoder.dtype)
+        self.max_rows = [_max_rows(decoder, stage) for stage in decoder.stages]
+        self._attentions = [_attention(s) if isinstance(s, AttentionStage) else None for s in decoder.stages]
+        self._stages = (c.Stage * len(decoder.stages))(*map(_stage, decoder.stages, self._attentions))
+        linears = [pair for stage in decoder.stages if (pair := _linears(stage)) is not None]
+        wide = max((first.rows for first, _ in linears), default=0)
+        narrow = max((second.columns for _, second in linears), default=0)
+        self._decoder = c.Decoder(self._stages, decoder.hidden_size, *heads, wide, narrow, decoder.eps)
+        self._row_size = decoder.hidden_size + wide + narrow
+        self._workspace = torch.empty(0, dtype=self._dtype)
+        self._caches: Sequence[PagedKV] = ()
+        self._cache_structs = (c.Cache * 0)()
+
+    def run(
+        self,
+        first: int,
+        last: int,
+        delta: torch.Tensor,
+        residual: torch.Tensor,
+        batch: FlatBatch,
+        caches: Sequence[PagedKV],
+        new_delta: torch.Tensor,
+        new_residual: torch.Tensor,
+    ) -> bool:
+        """False: something leaves its table, and nothing was written."""
+        done: int = library().run_stages(
+            c.dtype_code(residual),
+            self._decoder,
+            first,
+            last,
+            _step(batch),
+            self._described_caches(caches),
+            c.Stream(delta.data_ptr(), residual.data_ptr()),
+            c.Stream(new_delta.data_ptr(), new_residual.data_ptr()),
+            self._grown_workspace(batch.num_tokens).data_ptr(),
+            torch.get_num_threads(),
+        )
+        return done == c.OK
+
+    def _described_caches(self, caches: Sequence[PagedKV]) -> ctypes.Array[c.Cache]:
+        """Made once for the same tuple, which a runner passes at every step."""
+        if caches is not self._caches:
+            for kv in caches:
+                kv.check_query(self._query)
+            self._cache_structs = (c.Cache * len(caches))(*map(c.cache_of, caches))
+            self._caches = caches
+        return self._cache_structs
+
+    def _grown_workspace(self, num_tokens: int) -> torch.Tensor:
+        """Kept between steps: fresh memory would cost a page fault for every 4 KB of it."""
+        if self._workspace.numel() < num_tokens * self._row_size:
+            self._workspace = torch.empty(num_tokens * self._row_size, dtype=self._dtype)
+        return self._workspace
+
+
+_described: WeakKeyDictionary[Decoder, _Description] = WeakKeyDictionary()
+
+
+def _linears(stage: Stage) -> tuple[LinearWeights, LinearWeights] | None:
+    """The two of a stage that the C++ knows."""
+    match stage:
+        case AttentionStage():
+            return stage.qkv, stage.output
+        case MlpStage():
+            return stage.weights.gate_up, stage.weights.down
+        case ExpertsStage():
+            return None
+
+
+def _max_rows(decoder: Decoder, stage: Stage) -> int:
+    """Larger steps compute this stage op by op; 0: all do."""
+    linears = _linears(stage)
+    if linears is None or (isinstance(stage, AttentionStage) and decoder.head_dim > c.MAX_HEAD_DIM):
+        return 0
+    return min(max_rows_in_cpp(weights, decoder.dtype) for weights in linears)
+
+
+def _attention(stage: AttentionStage) -> c.Attention:
+    return c.Attention(
+        _pointer(stage.query_norm),
+        _pointer(stage.key_norm),
+        stage.cos.data_ptr(),
+        stage.sin.data_ptr(),
+        stage.cos.shape[0],
+        c.scoring_of(stage.scale, stage.window, stage.soft_cap),
+    )
+
+
+def _stage(stage: Stage, attention: c.Attention | None) -> c.Stage:
+    """Zeros for one that is always computed op by op."""
+    linears = _linears(stage)
+    if linears is None:
+        return c.Stage()
+    return c.Stage(
+        _pointer(stage.delta_norm),
+        stage.norm.data_ptr(),
+        *(c.Linear(weights_struct(weights), _pointer(weights.bias)) for weights in linears),
+        None if attention is None else ctypes.pointer(attention),
+        _ACTIVATIONS[stage.activation] if isinstance(stage, MlpStage) else 0,
+    )
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.lru_cache(maxsize=1)
+def _step(batch: FlatBatch) -> c.Step:
+    """Made once for all calls of a step."""
+    return c.Step(
+        batch.num_tokens,
+        batch.positions.data_ptr(),
+        batch.slot_mapping.data_ptr(),
+        c.context_of(batch.decode_block_tables, batch.decode_context_lens),
+        c.context_of(batch.prefill_block_tables, batch.prefill_context_lens),
+        batch.prefill_cu_seqlens.data_ptr(),
+    )

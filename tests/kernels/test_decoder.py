@@ -1,0 +1,292 @@
+"""One call for many stages against the ops one by one: the same bits, on every instruction set."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.decoder import Activation, AttentionStage, Decoder, ExpertsStage, MlpStage, MlpWeights, Stage, run_stages
+from kernels.flat_batch import FlatBatch
+from kernels.kv_cache import PagedKV
+from kernels.linear import LinearWeights
+from tests.kernels.backends import runnable_isas, using
+
+every_cpu = pytest.mark.parametrize("implementation", [f"cpu {isa}" for isa in runnable_isas()])
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+NUM_BLOCKS, BLOCK_SIZE, NUM_POSITIONS = 40, 4, 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    hidden: int = 40
+    inner: int = 56
+    dtype: torch.dtype = FLOAT32
+    weights_dtype: torch.dtype = BFLOAT16
+    bias: bool = False
+    head_norms: bool = False
+    sandwich_norms: bool = False
+    experts: bool = False  # in every second layer
+    window: int | None = None
+    soft_cap: float | None = None
+    activation: Activation = "silu"
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+
+def make_decoder(shape: Shape, num_layers: int = 2) -> Decoder:
+    stages: list[Stage] = []
+    for layer in range(num_layers):
+        stages += [_attention(shape, layer), _experts(shape) if shape.experts and layer % 2 else _mlp_stage(shape)]
+    return Decoder(tuple(stages), shape.num_heads, shape.num_kv_heads, shape.head_dim, 1e-5)
+
+
+def _norm(shape: Shape, size: int, wanted: bool = True) -> torch.Tensor | None:
+    return 1 + 0.1 * torch.randn(size).to(shape.dtype) if wanted else None
+
+
+def _norms(shape: Shape, first: bool = False) -> dict[str, Any]:
+    wanted = shape.sandwich_norms and not first
+    return {"delta_norm": _norm(shape, shape.hidden, wanted), "norm": _norm(shape, shape.hidden)}
+
+
+def _linear(shape: Shape, columns: int, *rows: int) -> LinearWeights:
+    parts = tuple((torch.randn(n, columns) * columns**-0.5).to(shape.weights_dtype) for n in rows)
+    return LinearWeights(parts, torch.randn(sum(rows)).to(shape.dtype) if shape.bias else None)
+
+
+def _attention(shape: Shape, layer: int) -> AttentionStage:
+    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    angles = torch.rand(NUM_POSITIONS, shape.head_dim // 2) * 6
+    return AttentionStage(
+        **_norms(shape, first=layer == 0),
+        qkv=_linear(shape, shape.hidden, query, kv, kv),
+        query_norm=_norm(shape, shape.head_dim, shape.head_norms),
+        key_norm=_norm(shape, shape.head_dim, shape.head_norms),
+        cos=angles.cos(),
+        sin=angles.sin(),
+        scale=shape.head_dim**-0.5,
+        window=shape.window,
+        soft_cap=shape.soft_cap,
+        output=_linear(shape, query, shape.hidden),
+    )
+
+
+def _mlp(shape: Shape) -> MlpWeights:
+    gate_up = _linear(shape, shape.hidden, shape.inner, shape.inner)
+    return MlpWeights(gate_up, _linear(shape, shape.inner, shape.hidden))
+
+
+def _mlp_stage(shape: Shape) -> MlpStage:
+    return MlpStage(**_norms(shape), weights=_mlp(shape), activation=shape.activation)
+
+
+def _experts(shape: Shape) -> ExpertsStage:
+    return ExpertsStage(
+        **_norms(shape),
+        router=_linear(shape, shape.hidden, 3),
+        experts=tuple(_mlp(shape) for _ in range(3)),
+        num_active=2,
+        normalised=True,
+        activation=shape.activation,
+    )
+
+
+def make_batch(decode_contexts: tuple[int, ...], prefills: tuple[tuple[int, int], ...]) -> FlatBatch:
+    """Sequences of (new tokens, context), each in blocks of its own, taken from the end of the cache."""
+    sequences = [*((1, context) for context in decode_contexts), *prefills]
+    free = iter(range(NUM_BLOCKS - 1, -1, -1))
+    tables = [list(itertools.islice(free, -(-context // BLOCK_SIZE))) for _, context in sequences]
+    positions = [p for new, context in sequences for p in range(context - new, context)]
+    owners = [i for i, (new, _) in enumerate(sequences) for _ in range(new)]
+    slots = [tables[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in zip(owners, positions, strict=True)]
+    width = max(map(len, tables))
+    padded = torch.tensor([table + [-1] * (width - len(table)) for table in tables], dtype=torch.int32)
+    contexts = torch.tensor([context for _, context in sequences], dtype=torch.int32)
+    num_decodes = len(decode_contexts)
+    return FlatBatch(
+        token_ids=torch.zeros(len(positions), dtype=torch.int64),
+        positions=torch.tensor(positions),
+        slot_mapping=torch.tensor(slots),
+        sample_rows=torch.arange(len(positions)),
+        decode_block_tables=padded[:num_decodes],
+        decode_context_lens=contexts[:num_decodes],
+        prefill_block_tables=padded[num_decodes:],
+        prefill_context_lens=contexts[num_decodes:],
+        prefill_cu_seqlens=torch.tensor([0, *itertools.accumulate(new for new, _ in prefills)], dtype=torch.int32),
+    )
+
+
+def make_caches(shape: Shape, num_layers: int = 2) -> tuple[PagedKV, ...]:
+    kv = torch.randn(NUM_BLOCKS, num_layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim).to(shape.dtype)
+    return tuple(PagedKV(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(num_layers))
+
+
+def copied(caches: tuple[PagedKV, ...]) -> tuple[PagedKV, ...]:
+    return tuple(PagedKV(kv.k.clone(), kv.v.clone()) for kv in caches)
+
+
+def same_caches(some: tuple[PagedKV, ...], others: tuple[PagedKV, ...]) -> bool:
+    return all(torch.equal(a.k, b.k) and torch.equal(a.v, b.v) for a, b in zip(some, others, strict=True))
+
+
+def random_stream(shape: Shape, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """delta, residual"""
+    size = (batch.num_tokens, shape.hidden)
+    return torch.randn(size).to(shape.dtype), torch.randn(size).to(shape.dtype)
+
+
+shapes = st.builds(
+    Shape,
+    num_kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 3]),
+    head_dim=st.sampled_from([8, 16, 20, 64]),
+    hidden=st.sampled_from([31, 40, 64]),
+    inner=st.sampled_from([24, 57, 128]),
+    dtype=st.sampled_from([FLOAT32, BFLOAT16]),
+    weights_dtype=st.sampled_from([FLOAT32, BFLOAT16]),
+    bias=st.booleans(),
+    head_norms=st.booleans(),
+    sandwich_norms=st.booleans(),
+    experts=st.booleans(),
+    window=st.sampled_from([None, 1, 5]),
+    soft_cap=st.sampled_from([None, 3.0]),
+    activation=st.sampled_from(["silu", "gelu_tanh"]),
+)
+
+
+@every_cpu
+@given(
+    shape=shapes,
+    decodes=st.lists(st.integers(1, 30), max_size=4).map(tuple),
+    prefills=st.lists(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 20))), max_size=2).map(
+        tuple
+    ),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_gives_the_bits_of_the_single_ops(
+    implementation: str,
+    shape: Shape,
+    decodes: tuple[int, ...],
+    prefills: tuple[tuple[int, int], ...],
+    threads: int,
+    seed: int,
+) -> None:
+    if not decodes and not prefills:
+        decodes = (3,)
+    torch.manual_seed(seed)
+    decoder, batch, caches = make_decoder(shape), make_batch(decodes, prefills), make_caches(shape)
+    stream, expected_caches = random_stream(shape, batch), copied(caches)
+    with using(implementation) as backend:
+        torch.set_num_threads(1)
+        expected = run_stages(decoder, 0, 4, *stream, batch, expected_caches, backend="reference")
+        torch.set_num_threads(threads)
+        given_stream = [tensor.clone() for tensor in stream]
+        actual = run_stages(decoder, 0, 4, *stream, batch, caches, backend=backend)
+    for name, got, want, before, now in zip(("delta", "residual"), actual, expected, given_stream, stream, strict=True):
+        assert torch.equal(got, want), f"{name} differs by up to {(got - want).abs().max()}"
+        assert torch.equal(before, now), f"{name} was changed in place"
+    assert same_caches(caches, expected_caches)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_stage_by_stage_is_all_at_once(experts: bool) -> None:
+    shape = Shape(sandwich_norms=True, experts=experts)
+    decoder, batch, caches = make_decoder(shape), make_batch((5, 9), ((7, 7),)), make_caches(shape)
+    stream, others = random_stream(shape, batch), copied(caches)
+    at_once = run_stages(decoder, 0, 4, *stream, batch, others)
+    for stage in range(4):
+        stream = run_stages(decoder, stage, stage + 1, *stream, batch, caches)
+    assert all(map(torch.equal, stream, at_once))
+    assert same_caches(caches, others)
+
+
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    shape = Shape(hidden=64, inner=128)
+    decoder, caches = make_decoder(shape), make_caches(shape)
+    batch = make_batch((5, 9, 1, 17), ((7, 9),))
+    delta, residual = random_stream(shape, batch)
+    whole = run_stages(decoder, 0, 4, delta, residual, batch, copied(caches))
+    for row in range(4):
+        alone = replace(
+            batch,
+            token_ids=batch.token_ids[:1],
+            positions=batch.positions[row : row + 1],
+            slot_mapping=batch.slot_mapping[row : row + 1],
+            decode_block_tables=batch.decode_block_tables[row : row + 1],
+            decode_context_lens=batch.decode_context_lens[row : row + 1],
+            prefill_block_tables=batch.prefill_block_tables[:0],
+            prefill_context_lens=batch.prefill_context_lens[:0],
+            prefill_cu_seqlens=batch.prefill_cu_seqlens[:1],
+        )
+        one = slice(row, row + 1)
+        got = run_stages(decoder, 0, 4, delta[one], residual[one], alone, copied(caches))
+        assert torch.equal(got[0], whole[0][one])
+
+
+@every_cpu
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": torch.tensor([4, NUM_POSITIONS])}, "position 64 of token 1"),
+        ({"slot_mapping": torch.tensor([0, NUM_BLOCKS * BLOCK_SIZE])}, "slot 160 of token 1"),
+        ({"decode_context_lens": torch.tensor([5, 400], dtype=torch.int32)}, "context of sequence 1"),
+        ({"decode_block_tables": torch.tensor([[1, 2, 3], [1, -1, 40]], dtype=torch.int32)}, "context of sequence 1"),
+    ],
+)
+def test_refuses_what_leaves_a_table(implementation: str, change: dict[str, torch.Tensor], message: str) -> None:
+    shape = Shape()
+    decoder, batch, caches = make_decoder(shape), replace(make_batch((5, 9), ()), **change), make_caches(shape)
+    with using(implementation) as backend, pytest.raises(IndexError, match=message):
+        run_stages(decoder, 0, 4, *random_stream(shape, batch), batch, caches, backend=backend)
+
+
+def test_refuses_what_does_not_fit() -> None:
+    shape = Shape()
+    decoder, batch, caches = make_decoder(shape), make_batch((5,), ()), make_caches(shape)
+    delta, residual = random_stream(shape, batch)
+    for first, last in ((1, 5), (2, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="expected at least one of the decoder's 4"):
+            run_stages(decoder, first, last, delta, residual, batch, caches)
+    with pytest.raises(ValueError, match="residual has shape"):
+        run_stages(decoder, 0, 4, delta, residual[:, 1:], batch, caches)
+    with pytest.raises(TypeError, match="delta has dtype"):
+        run_stages(decoder, 0, 4, delta.double(), residual, batch, caches)
+    with pytest.raises(ValueError, match="caches has 1 layers"):
+        run_stages(decoder, 0, 4, delta, residual, batch, caches[:1])
+    with pytest.raises(ValueError, match="q has 4 heads, expected a multiple"):
+        run_stages(decoder, 0, 4, delta, residual, batch, make_caches(replace(shape, num_kv_heads=3)))
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (slice(0, 1), "expected two a layer"),
+        (slice(1, 3), "expected attention first"),
+    ],
+)
+def test_a_decoder_has_two_stages_a_layer(stages: slice, message: str) -> None:
+    decoder = make_decoder(Shape())
+    with pytest.raises(ValueError, match=message):
+        replace(decoder, stages=decoder.stages[stages])
+
+
+def test_a_decoder_refuses_weights_of_another_size() -> None:
+    decoder = make_decoder(Shape())
+    with pytest.raises(ValueError, match="qkv is"):
+        replace(decoder, num_heads=3)
+    with pytest.raises(TypeError, match="norm has dtype"):
+        replace(decoder, stages=(*decoder.stages[:3], make_decoder(Shape(dtype=BFLOAT16)).stages[3]))
