@@ -23,7 +23,7 @@ _described: WeakKeyDictionary[LinearWeights, Weights] = WeakKeyDictionary()
 
 def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
     """Fills out [M, N]."""
-    if x.shape[0] > max_rows_in_cpp(weights, x.dtype):
+    if not 0 < x.shape[0] <= max_rows_in_cpp(weights, x.dtype):
         return reference.linear(x, weights, out)
     library().linear(
         dtype_code(x),
