@@ -103,7 +103,7 @@ class EngineCore:
         self._speculator: Speculator | None = None
         if proposer is not None:
             self._speculator = Speculator(
-                proposer, max_drafts=config.num_draft_tokens, max_model_len=model.max_model_len, clock=clock
+                proposer, max_drafts=config.num_draft_tokens, max_model_len=model.max_model_len
             )
         self._scheduler = Scheduler(
             self._blocks,

@@ -145,6 +145,7 @@ class FakeProposer:
     """A draft model for the fake one (an `engine.speculation.proposer.Proposer`): right but at every third position."""
 
     is_free = False
+    draft_s = 0.0
 
     def propose(self, requests: Seq[DraftRequest]) -> list[tuple[int, ...]]:
         return [self._propose(request) for request in requests]

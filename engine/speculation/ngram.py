@@ -49,6 +49,7 @@ class NgramProposer:
     """An `engine.speculation.proposer.Proposer`. Raises ValueError unless 1 <= min_n <= max_n."""
 
     is_free = True
+    draft_s = 0.0
 
     def __init__(self, min_n: int, max_n: int) -> None:
         if not 1 <= min_n <= max_n:

@@ -29,6 +29,11 @@ class Proposer(Protocol):
         """Whether a guess costs next to nothing, so that it is worth making only to see whether it was right."""
         ...
 
+    @property
+    def draft_s(self) -> float:
+        """Seconds that guessing one token more for every sequence took lately; 0: next to nothing, or not measured."""
+        ...
+
     def propose(self, requests: Seq[DraftRequest]) -> list[tuple[int, ...]]:
         """For each request at most `num_drafts` token ids of the model's vocabulary."""
         ...

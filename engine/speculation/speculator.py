@@ -1,13 +1,12 @@
 """Decides for each step how many drafts each decoding sequence gets, asks for them, and learns what came of them.
 
 Answers are the same whatever is guessed (engine/speculation/verify.py): all of this is a matter of time alone, so it
-may look at the clock.
+may go by what steps took.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +15,6 @@ from engine.speculation.policy import Acceptance, StepCost, plan_depths
 from engine.speculation.proposer import DraftRequest, Proposer
 
 PROBE_EVERY = 32  # steps after which a sequence that gets no drafts is tried again, where guessing costs something
-_PAST = 0.9  # weight of the past in the average time of a draft
 
 
 @dataclass(slots=True)
@@ -29,7 +27,7 @@ class _Track:
 
 
 class Speculator:
-    """Owned by one engine core and used by its scheduler. Times are `clock`'s seconds."""
+    """Owned by one engine core and used by its scheduler. Pure but for its proposer."""
 
     def __init__(
         self,
@@ -37,7 +35,6 @@ class Speculator:
         *,
         max_drafts: int,
         max_model_len: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_drafts`: of one sequence in one step. Raises ValueError below 1."""
         if max_drafts < 1:
@@ -45,10 +42,8 @@ class Speculator:
         self._proposer = proposer
         self._max_drafts = max_drafts
         self._max_model_len = max_model_len
-        self._clock = clock
         self._tracks: dict[str, _Track] = {}
         self._cost = StepCost()
-        self._draft_s = 0.0  # moving average of guessing one more token for all sequences
         self.num_drafts = 0  # verified since the start
         self.num_accepted = 0  # of these, the right ones that became tokens
 
@@ -61,19 +56,14 @@ class Speculator:
             [track.acceptance.rate for track in tracks],
             limits,
             row_cost=self._cost.row_cost,
-            depth_cost=self._draft_s / first_row_s if first_row_s > 0 else 0.0,
+            depth_cost=self._proposer.draft_s / first_row_s if first_row_s > 0 else 0.0,
         )
         probes = [self._probe(track, limit) for track, limit in zip(tracks, limits, strict=True)]
         return [max(*pair) for pair in zip(depths, probes, strict=True)]
 
     def propose(self, requests: Seq[DraftRequest]) -> list[tuple[int, ...]]:
         """At most `num_drafts` guesses each."""
-        started_at = self._clock()
         guesses = self._proposer.propose([self._at_least_one(request) for request in requests])
-        depth = max((request.num_drafts for request in requests), default=0)
-        if depth > 0:
-            draft_s = (self._clock() - started_at) / depth
-            self._draft_s = _PAST * self._draft_s + (1 - _PAST) * draft_s if self._draft_s > 0 else draft_s
         for request, guess in zip(requests, guesses, strict=True):
             track = self._tracks[request.sequence_id]
             track.guess = guess

@@ -31,6 +31,7 @@ class AlwaysRight:
     """Guesses what comes, also behind the end of text."""
 
     is_free = False
+    draft_s = 0.0
 
     def propose(self, requests: Seq[DraftRequest]) -> list[tuple[int, ...]]:
         return [self._propose(request) for request in requests]

@@ -7,21 +7,19 @@ import pytest
 from engine.sequence import Sequence
 from engine.speculation.proposer import DraftRequest
 from engine.speculation.speculator import PROBE_EVERY, Speculator
-from tests.engine.pure import Clock, spec
+from tests.engine.pure import spec
 
 
 class Guesser:
     """Always guesses 7, as often as it is asked."""
 
-    def __init__(self, is_free: bool, clock: Clock, draft_s: float = 0.0) -> None:
+    def __init__(self, is_free: bool, draft_s: float = 0.0) -> None:
         self.is_free = is_free
+        self.draft_s = draft_s
         self.asked: list[int] = []
-        self._clock = clock
-        self._draft_s = draft_s
 
     def propose(self, requests: Seq[DraftRequest]) -> list[tuple[int, ...]]:
         self.asked += [request.num_drafts for request in requests]
-        self._clock.sleep(self._draft_s * max(request.num_drafts for request in requests))
         return [(7,) * request.num_drafts for request in requests]
 
     def forget(self, sequence_id: str) -> None:
@@ -32,9 +30,8 @@ class Driver:
     """Steps of one sequence."""
 
     def __init__(self, *, is_free: bool = True, draft_s: float = 0.0, max_tokens: int = 1000) -> None:
-        self.clock = Clock()
-        self.guesser = Guesser(is_free, self.clock, draft_s)
-        self.speculator = Speculator(self.guesser, max_drafts=4, max_model_len=2000, clock=self.clock)
+        self.guesser = Guesser(is_free, draft_s)
+        self.speculator = Speculator(self.guesser, max_drafts=4, max_model_len=2000)
         self.seq = Sequence(spec("a", [1, 2], max_tokens=max_tokens), 0)
 
     def step(self, tokens: list[int], step_s: float = 0.02) -> int:
@@ -103,4 +100,4 @@ def test_held_sequences_get_none_and_forgotten_ones_leave_nothing() -> None:
 
 def test_it_must_be_allowed_a_draft() -> None:
     with pytest.raises(ValueError, match="num_draft_tokens = 0: must be at least 1"):
-        Speculator(Guesser(True, Clock()), max_drafts=0, max_model_len=10)
+        Speculator(Guesser(True), max_drafts=0, max_model_len=10)
