@@ -17,6 +17,8 @@ def sequence_tokens(entry: Entry, event: TokenEvent) -> pods_pb2.SequenceTokens:
     )
     if event.finish_reason is not None:
         message.num_preemptions = event.num_preemptions
+        message.num_drafts = event.num_drafts
+        message.num_accepted = event.num_accepted
     if not entry.first_sent:
         entry.first_sent = True
         _describe_first(message, entry, event)

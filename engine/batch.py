@@ -104,6 +104,8 @@ class TokenEvent:
     arrived_at: float  # add()/activate() was called
     first_scheduled_at: float
     at: float  # this token
+    num_drafts: int = 0  # of the sequence, as of this step
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,4 +139,4 @@ class EngineLoad:
     step_s: float  # moving averages; 0 before the first
     prefill_tokens_per_s: float
     num_drafts: int = 0  # drafts verified since the start
-    num_accepted: int = 0  # of these, the right ones that became tokens
+    num_accepted: int = 0  # of these, the right ones

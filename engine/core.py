@@ -114,6 +114,7 @@ class EngineCore:
         )
         self._times: dict[str, _Times] = {}
         self._meter = StepMeter()
+        self._num_drafts = self._num_accepted = 0
         self._failure: str | None = None
 
     @property
@@ -221,8 +222,8 @@ class EngineCore:
             num_reserved=len(scheduler.reserved),
             step_s=self._meter.step_s,
             prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
-            num_drafts=self._speculator.num_drafts if self._speculator is not None else 0,
-            num_accepted=self._speculator.num_accepted if self._speculator is not None else 0,
+            num_drafts=self._num_drafts,
+            num_accepted=self._num_accepted,
         )
 
     def check_invariants(self) -> None:
@@ -247,6 +248,7 @@ class EngineCore:
     def _advance(self, scheduled: ScheduledSequence, drawn: tuple[SampledToken, ...], now: float) -> list[TokenEvent]:
         """Books what one sequence's part of a batch has computed; what was drawn behind the answer's end is dropped."""
         seq, times = self._scheduler.running[scheduled.sequence_id], self._times[scheduled.sequence_id]
+        self._count(seq, len(scheduled.draft_ids), max(0, len(drawn) - 1))
         events: list[TokenEvent] = []
         reason = None
         for token in drawn:
@@ -257,13 +259,19 @@ class EngineCore:
                 break
         self._scheduler.computed(seq, scheduled.end + max(0, len(events) - 1))  # a right draft's KV is its token's
         if self._speculator is not None and events:
-            self._speculator.observe(seq.id, len(scheduled.draft_ids), seq.token_ids[-len(events) :])
+            self._speculator.observe(seq.id, seq.token_ids[-len(events) :])
         if reason is not None:
             self.abort(seq.id)
         elif events and seq.hold:
             del self._times[seq.id]
             self._scheduler.hold(seq)
         return events
+
+    def _count(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        seq.num_drafts += num_drafts
+        seq.num_accepted += num_accepted
+        self._num_drafts += num_drafts
+        self._num_accepted += num_accepted
 
     def _finish_reason(self, spec: SequenceSpec, num_output: int, token_id: int) -> FinishReason | None:
         return finish_reason(
@@ -331,4 +339,6 @@ def _event(seq: Sequence, token: SampledToken, reason: FinishReason | None, time
         arrived_at=times.arrived_at,
         first_scheduled_at=times.first_scheduled_at,
         at=now,
+        num_drafts=seq.num_drafts,
+        num_accepted=seq.num_accepted,
     )

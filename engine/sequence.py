@@ -84,6 +84,8 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached: int = 0  # prompt tokens found in the prefix cache when first scheduled
     num_preemptions: int = 0
+    num_drafts: int = 0  # verified so far
+    num_accepted: int = 0  # of these, the right ones
     hold: bool = False  # keep the blocks when finished: they are for a hand-off
 
     def __post_init__(self) -> None:

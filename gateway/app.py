@@ -113,6 +113,8 @@ def _ledger(ledger: Ledger) -> dict[str, Any]:
         ],
         "transfer_bytes": ledger.transfer_bytes,
         "num_preemptions": ledger.num_preemptions,
+        "num_drafts": ledger.num_drafts,
+        "num_accepted": ledger.num_accepted,
         "outcome": ledger.outcome,
     }
 

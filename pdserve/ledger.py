@@ -87,6 +87,8 @@ def notes(ledger: pb.Ledger) -> list[str]:
         lines.append(f"transferred {ledger.transfer_bytes / 1e6:.2f} MB of KV")
     if ledger.num_preemptions:
         lines.append(f"preempted {ledger.num_preemptions} times")
+    if ledger.num_drafts:
+        lines.append(f"{ledger.num_accepted} of {ledger.num_drafts} drafts were right, and saved a step each")
     return lines + [_attempt(i, attempt) for i, attempt in enumerate(ledger.attempts, 1)]
 
 

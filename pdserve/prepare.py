@@ -9,7 +9,7 @@ from kernels.cpu.build import BuildFailed, CompilerMissing, build
 from pdserve import checks
 from pdserve.checks import LaunchError, require
 from pdserve.console import Reporter
-from pdserve.model import FAKE, prepare_model
+from pdserve.model import FAKE, Model, prepare_model
 from pdserve.settings import StackSettings
 from pdserve.stack import Plan, divide_cores, threads_per_pod
 
@@ -31,16 +31,28 @@ def prepare(settings: StackSettings, run_dir: Path, reporter: Reporter) -> Plan:
     )
     if len(os.fsencode(run_dir)) > RUN_DIR_MAX_BYTES:
         raise LaunchError(f"--run-dir {run_dir}: at most {RUN_DIR_MAX_BYTES} bytes fit into the names of UNIX sockets")
-    return make_plan(settings, prepare_engine(settings, reporter), run_dir)
+    draft = prepare_draft(settings, reporter)
+    return make_plan(settings, prepare_engine(settings, reporter, draft.memory_bytes), run_dir, draft.path)
 
 
-def prepare_engine(settings: StackSettings, reporter: Reporter) -> str:
+def prepare_draft(settings: StackSettings, reporter: Reporter) -> Model:
+    """The draft model, converted where it must be; one of no name and no size if there is none. Raises LaunchError."""
+    if (settings.speculation == "draft") != bool(settings.draft_model):
+        raise LaunchError(
+            f"--speculation {settings.speculation} and --draft-model {settings.draft_model!r}: "
+            "a draft model is needed for --speculation draft, and for nothing else"
+        )
+    return prepare_model(settings.draft_model, settings.dtype, reporter) if settings.draft_model else Model("", 0)
+
+
+def prepare_engine(settings: StackSettings, reporter: Reporter, draft_bytes: int = 0) -> str:
     """The model to pass on: present, converted, small enough, with its kernels compiled. Raises LaunchError."""
     if FAKE in (settings.engine, settings.model):
         return FAKE
     model = prepare_model(settings.model, settings.dtype, reporter)
     num_pods = settings.num_prefill + settings.decode
     needed_bytes = num_pods * (model.memory_bytes + (settings.kv_memory or ASSUMED_KV_BYTES))
+    needed_bytes += settings.decode * draft_bytes
     require(checks.check_memory(needed_bytes, checks.available_memory_bytes(), f"{num_pods} pods"))
     prepare_kernels(reporter)
     return model.path
@@ -55,13 +67,14 @@ def prepare_kernels(reporter: Reporter) -> None:
         raise LaunchError(str(error)) from None
 
 
-def make_plan(settings: StackSettings, model: str, run_dir: Path) -> Plan:
+def make_plan(settings: StackSettings, model: str, run_dir: Path, draft_model: str = "") -> Plan:
     """Resolves ports and cores."""
     cores, num_pods = sorted(os.sched_getaffinity(0)), settings.num_prefill + settings.decode
     threads = settings.num_threads or threads_per_pod(len(cores), num_pods)
     return Plan(
         settings=settings,
         model=model,
+        draft_model=draft_model,
         run_dir=run_dir,
         port=settings.port or free_port(settings.host),
         router_port=settings.router_port or free_port(settings.host),

@@ -40,6 +40,11 @@ class StackSettings(Settings):
     kv_memory: ByteSize | None = Field(None, gt=0, description="KV cache of each pod, such as 512MiB")
     max_num_seqs: int | None = Field(None, ge=1, description="sequences a pod runs at once")
     max_batched_tokens: int | None = Field(None, ge=1, description="tokens a pod computes in one step")
+    speculation: Literal["off", "ngram", "draft"] | None = Field(
+        None,
+        description="decode pods guess tokens and verify several a step: from the text so far, or by --draft-model",
+    )
+    draft_model: str = Field("", description="a smaller model of the same vocabulary, for --speculation draft")
     num_threads: int | None = Field(
         None, ge=1, description="threads of each pod; unset: the cores divided among the pods"
     )

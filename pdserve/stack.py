@@ -31,6 +31,7 @@ class Plan:
 
     settings: StackSettings
     model: str
+    draft_model: str = ""  # empty: the pods' own setting
     run_dir: Path
     port: int
     router_port: int
@@ -108,6 +109,8 @@ def _pod(plan: Plan, role: str, index: int, cores: str) -> ProcessSpec:
         "max-num-seqs": settings.max_num_seqs,
         "max-batched-tokens": settings.max_batched_tokens,
     }
+    if role == "decode":
+        flags |= {"speculation": settings.speculation, "draft-model": plan.draft_model or None}
     return ProcessSpec(
         name=f"{role}-{index}",
         command=_python(plan, f"{role}_service", flags),

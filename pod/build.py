@@ -13,6 +13,7 @@ from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.errors import nixlError
 from pod.errors import StartupError
 from pod.plan import PodPlan
+from pod.speculation import make_proposer
 
 
 def make_endpoint(plan: PodPlan) -> KVEndpoint:
@@ -39,8 +40,17 @@ def build_engine(plan: PodPlan, endpoint: KVEndpoint) -> EngineCore:
             max_num_seqs=settings.max_num_seqs,
             max_batched_tokens=settings.max_batched_tokens,
             prefix_cache=settings.prefix_cache,
+            num_draft_tokens=settings.num_draft_tokens,
         )
-        return EngineCore(_runner(plan, endpoint), config, generations=endpoint.generations)
+        runner = _runner(plan, endpoint)
+        proposer = make_proposer(
+            plan.speculation,
+            settings,
+            num_blocks=plan.num_blocks,
+            generations=endpoint.generations,
+            num_threads=plan.num_threads,
+        )
+        return EngineCore(runner, config, generations=endpoint.generations, proposer=proposer)
     except (CheckpointError, ValueError) as error:
         raise StartupError(str(error)) from None
     except MemoryError:

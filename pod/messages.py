@@ -30,4 +30,6 @@ def pod_load(load: EngineLoad, *, num_leases: int, num_credits: int, num_transfe
         num_transfers=num_transfers,
         step_s=load.step_s,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
+        num_drafts=load.num_drafts,
+        num_accepted=load.num_accepted,
     )

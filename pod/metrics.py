@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.batch import TokenEvent
@@ -16,12 +16,12 @@ TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25
 
 
 class _LoadCollector(Collector):
-    """Gauges read from the pod when it is scraped."""
+    """Gauges, and counters of the engine, read from the pod when it is scraped."""
 
     def __init__(self, load: Callable[[], PodLoad]) -> None:
         self._load = load
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         load = self._load()
         blocks = GaugeMetricFamily("pdserve_blocks", "KV blocks by state (free includes evictable)", labels=["state"])
         blocks.add_metric(["free"], load.num_free_blocks)
@@ -36,6 +36,11 @@ class _LoadCollector(Collector):
             ("transfers", "KV transfers waiting or in flight", load.num_transfers),
         ):
             yield GaugeMetricFamily(f"pdserve_{name}", help_text, value=value)
+        for name, help_text, value in (
+            ("drafts", "tokens guessed and verified", load.num_drafts),
+            ("accepted_drafts", "of these, the right ones", load.num_accepted),
+        ):
+            yield CounterMetricFamily(f"pdserve_{name}", help_text, value=value)
 
 
 class PodMetrics:

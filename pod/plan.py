@@ -16,6 +16,7 @@ from engine.fake import FAKE_MODEL
 from kvtransfer.layout import KVLayout
 from pod.errors import StartupError
 from pod.settings import PodSettings
+from pod.speculation import SpeculationPlan, resolve_speculation
 
 AUTO_KV_BYTES = 1 << 30  # enough for 46,000 tokens of the default model
 AUTO_KV_SHARE = 0.25  # of the memory that is left beside the model: several pods share a machine
@@ -36,6 +37,7 @@ class PodPlan:
     layout: KVLayout
     num_blocks: int
     num_threads: int
+    speculation: SpeculationPlan
 
     def describe(self) -> str:
         kv_mib = self.num_blocks * self.layout.block_bytes / 2**20
@@ -45,6 +47,7 @@ class PodPlan:
             f"cores={self.settings.cores or 'any'} "
             f"block_size={self.layout.block_size} num_blocks={self.num_blocks} kv_mib={kv_mib:.1f} "
             f"max_num_seqs={self.settings.max_num_seqs} max_batched_tokens={self.settings.max_batched_tokens} "
+            f"speculation={self.speculation.describe()} "
             f"transfer_backend={self.settings.transfer_backend} runtime_dir={self.settings.runtime_dir} "
             f"layout={self.layout.fingerprint}"
         )
@@ -55,6 +58,7 @@ def resolve(settings: PodSettings, role: str) -> PodPlan:
     engine = settings.engine if settings.engine != "auto" else "fake" if settings.model == "fake" else "torch"
     model_dir, model = (None, FAKE_MODEL) if engine == "fake" else _checkpoint(settings)
     layout = _layout(model, settings.block_size)
+    speculation = resolve_speculation(settings, role, model_dir, model)
     return PodPlan(
         settings=settings,
         pod_id=settings.pod_id or f"{role}-{secrets.token_hex(4)}",
@@ -65,8 +69,15 @@ def resolve(settings: PodSettings, role: str) -> PodPlan:
         model_dir=model_dir,
         model=model,
         layout=layout,
-        num_blocks=_num_blocks(settings, model, layout, _memory_beside_model(model_dir, model.dtype)),
+        num_blocks=_num_blocks(
+            settings,
+            model,
+            layout.block_bytes,
+            speculation.block_bytes,
+            _memory_beside_model(model_dir, model.dtype) - speculation.model_bytes,
+        ),
         num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
+        speculation=speculation,
     )
 
 
@@ -96,16 +107,19 @@ def _memory_beside_model(model_dir: Path | None, dtype: str) -> int:
     return int(psutil.virtual_memory().available) - needed
 
 
-def _num_blocks(settings: PodSettings, model: ModelInfo, layout: KVLayout, free_bytes: int) -> int:
-    block_bytes = layout.block_bytes
-    enough = settings.max_num_seqs * -(-model.max_model_len // layout.block_size)
+def _num_blocks(
+    settings: PodSettings, model: ModelInfo, block_bytes: int, draft_block_bytes: int, free_bytes: int
+) -> int:
+    """As many as the settings say; the draft model's KV comes on top of what is given for the model's own."""
+    enough = settings.max_num_seqs * -(-model.max_model_len // settings.block_size)
     auto_bytes = min(AUTO_KV_BYTES, int(AUTO_KV_SHARE * max(0, free_bytes)), enough * block_bytes)
     num_blocks = settings.num_blocks or (settings.kv_memory_bytes or auto_bytes) // block_bytes
     if settings.kv_memory_bytes and num_blocks < 1:
         raise StartupError(f"KV memory of {settings.kv_memory_bytes} bytes: one block alone takes {block_bytes}")
-    if num_blocks < 1 or num_blocks * block_bytes > free_bytes:
+    needed_bytes = max(1, num_blocks) * (block_bytes + draft_block_bytes)
+    if num_blocks < 1 or needed_bytes > free_bytes:
         raise StartupError(
-            f"too little memory: {max(1, num_blocks) * block_bytes / 2**20:.0f} MiB of KV blocks do not fit into the "
+            f"too little memory: {needed_bytes / 2**20:.0f} MiB of KV blocks do not fit into the "
             f"{free_bytes / 2**20:.0f} MiB left beside the model; lower --kv-memory-bytes or --num-blocks"
         )
     return num_blocks

@@ -46,6 +46,14 @@ class PodSettings(Settings):
     max_batched_tokens: int = Field(512, ge=1, description="tokens in one engine step")
     prefix_cache: bool = Field(True, description="reuse the KV of equal prefixes")
 
+    speculation: Literal["off", "ngram", "draft"] = Field(
+        "off", description="decode pods: guess tokens and verify several a step, by prompt lookup or a draft model"
+    )
+    draft_model: str = Field("", description="the model that drafts, of the same vocabulary: name, directory or GGUF")
+    num_draft_tokens: int = Field(8, ge=1, le=32, description="most drafts of a sequence in a step; fewer when it pays")
+    ngram_min: int = Field(2, ge=1, description="ngram: tokens that must have occurred before, at least")
+    ngram_max: int = Field(4, ge=1, description="ngram: tokens that are looked up, at most")
+
     transfer_backend: Literal["shm", "inproc"] = Field("shm", description="how KV blocks move")
     runtime_dir: Path = Field(default_factory=default_runtime_dir, description="sockets of the transfer layer")
 
@@ -56,6 +64,16 @@ class PodSettings(Settings):
     @classmethod
     def _cores_are_readable(cls, value: str) -> str:
         return format_cores(parse_cores(value))
+
+    @model_validator(mode="after")
+    def _speculation_is_whole(self) -> Self:
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min = {self.ngram_min}: must be at most ngram_max = {self.ngram_max}")
+        if self.draft_model and self.speculation != "draft":
+            raise ValueError(f"draft_model = {self.draft_model}: has no effect unless speculation is draft")
+        if self.speculation == "draft" and not self.draft_model:
+            raise ValueError("speculation = draft: needs draft_model, or must be ngram or off")
+        return self
 
     @model_validator(mode="after")
     def _memory_is_given_once(self) -> Self:

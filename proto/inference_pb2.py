@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto import common_pb2 as proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15proto/inference.proto\x12\npdserve.v1\x1a\x12proto/common.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\'\n\x03SLO\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\r\x12\x0f\n\x07tpot_ms\x18\x02 \x01(\r\"\xa8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x1c\n\x03slo\x18\x08 \x01(\x0b\x32\x0f.pdserve.v1.SLO\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x13\n\x0b\x65\x63ho_prompt\x18\n \x01(\x08\x42\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"-\n\x0bLedgerEntry\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"S\n\x07\x41ttempt\x12\x13\n\x0bprefill_pod\x18\x01 \x01(\t\x12\x12\n\ndecode_pod\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x04 \x01(\t\"\xea\x01\n\x06Ledger\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x04 \x01(\x01\x12(\n\x07\x65ntries\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.LedgerEntry\x12%\n\x08\x61ttempts\x18\x06 \x03(\x0b\x32\x13.pdserve.v1.Attempt\x12\x16\n\x0etransfer_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x05\x12\x0f\n\x07outcome\x18\t \x01(\t\"\x8c\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\'\n\x06tokens\x18\x04 \x03(\x0b\x32\x17.pdserve.v1.TokenOutput\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x12\n\nstop_match\x18\x06 \x01(\t\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\"\n\x06ledger\x18\x08 \x01(\x0b\x32\x12.pdserve.v1.Ledger\x12\x13\n\x0bprompt_text\x18\t \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\";\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model\"(\n\x12GetTimelineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t2\xa2\x02\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.pdserve.v1.AbortRequest\x1a\x19.pdserve.v1.AbortResponse\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponse\x12\x41\n\x0bGetTimeline\x12\x1e.pdserve.v1.GetTimelineRequest\x1a\x12.pdserve.v1.Ledgerb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15proto/inference.proto\x12\npdserve.v1\x1a\x12proto/common.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\'\n\x03SLO\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\r\x12\x0f\n\x07tpot_ms\x18\x02 \x01(\r\"\xa8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x1c\n\x03slo\x18\x08 \x01(\x0b\x32\x0f.pdserve.v1.SLO\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x13\n\x0b\x65\x63ho_prompt\x18\n \x01(\x08\x42\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"-\n\x0bLedgerEntry\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"S\n\x07\x41ttempt\x12\x13\n\x0bprefill_pod\x18\x01 \x01(\t\x12\x12\n\ndecode_pod\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x04 \x01(\t\"\x94\x02\n\x06Ledger\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x04 \x01(\x01\x12(\n\x07\x65ntries\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.LedgerEntry\x12%\n\x08\x61ttempts\x18\x06 \x03(\x0b\x32\x13.pdserve.v1.Attempt\x12\x16\n\x0etransfer_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x05\x12\x0f\n\x07outcome\x18\t \x01(\t\x12\x12\n\nnum_drafts\x18\n \x01(\x05\x12\x14\n\x0cnum_accepted\x18\x0b \x01(\x05\"\x8c\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\'\n\x06tokens\x18\x04 \x03(\x0b\x32\x17.pdserve.v1.TokenOutput\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x12\n\nstop_match\x18\x06 \x01(\t\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\"\n\x06ledger\x18\x08 \x01(\x0b\x32\x12.pdserve.v1.Ledger\x12\x13\n\x0bprompt_text\x18\t \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\";\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model\"(\n\x12GetTimelineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t2\xa2\x02\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.pdserve.v1.AbortRequest\x1a\x19.pdserve.v1.AbortResponse\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponse\x12\x41\n\x0bGetTimeline\x12\x1e.pdserve.v1.GetTimelineRequest\x1a\x12.pdserve.v1.Ledgerb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,21 +49,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTEMPT']._serialized_start=677
   _globals['_ATTEMPT']._serialized_end=760
   _globals['_LEDGER']._serialized_start=763
-  _globals['_LEDGER']._serialized_end=997
-  _globals['_GENERATERESPONSE']._serialized_start=1000
-  _globals['_GENERATERESPONSE']._serialized_end=1268
-  _globals['_ABORTREQUEST']._serialized_start=1270
-  _globals['_ABORTREQUEST']._serialized_end=1304
-  _globals['_ABORTRESPONSE']._serialized_start=1306
-  _globals['_ABORTRESPONSE']._serialized_end=1336
-  _globals['_LISTMODELSREQUEST']._serialized_start=1338
-  _globals['_LISTMODELSREQUEST']._serialized_end=1357
-  _globals['_MODEL']._serialized_start=1359
-  _globals['_MODEL']._serialized_end=1418
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1420
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1475
-  _globals['_GETTIMELINEREQUEST']._serialized_start=1477
-  _globals['_GETTIMELINEREQUEST']._serialized_end=1517
-  _globals['_INFERENCE']._serialized_start=1520
-  _globals['_INFERENCE']._serialized_end=1810
+  _globals['_LEDGER']._serialized_end=1039
+  _globals['_GENERATERESPONSE']._serialized_start=1042
+  _globals['_GENERATERESPONSE']._serialized_end=1310
+  _globals['_ABORTREQUEST']._serialized_start=1312
+  _globals['_ABORTREQUEST']._serialized_end=1346
+  _globals['_ABORTRESPONSE']._serialized_start=1348
+  _globals['_ABORTRESPONSE']._serialized_end=1378
+  _globals['_LISTMODELSREQUEST']._serialized_start=1380
+  _globals['_LISTMODELSREQUEST']._serialized_end=1399
+  _globals['_MODEL']._serialized_start=1401
+  _globals['_MODEL']._serialized_end=1460
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1462
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1517
+  _globals['_GETTIMELINEREQUEST']._serialized_start=1519
+  _globals['_GETTIMELINEREQUEST']._serialized_end=1559
+  _globals['_INFERENCE']._serialized_start=1562
+  _globals['_INFERENCE']._serialized_end=1852
 # @@protoc_insertion_point(module_scope)

@@ -259,6 +259,8 @@ class Ledger(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """the server's"""
     client_request_id: _builtins.str
@@ -268,6 +270,9 @@ class Ledger(_message.Message):
     num_preemptions: _builtins.int
     outcome: _builtins.str
     """"stop", "length", or an error kind in lower case"""
+    num_drafts: _builtins.int
+    """speculative decoding: guesses verified by the pod that finished the answer"""
+    num_accepted: _builtins.int
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerEntry]: ...
     @_builtins.property
@@ -284,10 +289,12 @@ class Ledger(_message.Message):
         transfer_bytes: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
         outcome: _builtins.str = ...,
+        num_drafts: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "client_request_id", b"client_request_id", "entries", b"entries", "num_preemptions", b"num_preemptions", "outcome", b"outcome", "request_id", b"request_id", "transfer_bytes", b"transfer_bytes", "ttft_s", b"ttft_s", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "client_request_id", b"client_request_id", "entries", b"entries", "num_accepted", b"num_accepted", "num_drafts", b"num_drafts", "num_preemptions", b"num_preemptions", "outcome", b"outcome", "request_id", b"request_id", "transfer_bytes", b"transfer_bytes", "ttft_s", b"ttft_s", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

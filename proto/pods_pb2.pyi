@@ -450,6 +450,8 @@ class SequenceTokens(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on a sequence's last message, unless error is"""
@@ -457,6 +459,10 @@ class SequenceTokens(_message.Message):
     """on the first message"""
     num_preemptions: _builtins.int
     """on the last message"""
+    num_drafts: _builtins.int
+    """on the last message: speculative decoding's guesses that were verified"""
+    num_accepted: _builtins.int
+    """likewise: the right ones"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenOutput]: ...
     @_builtins.property
@@ -477,10 +483,12 @@ class SequenceTokens(_message.Message):
         timings: Global___SequenceTimings | None = ...,
         num_cached_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        num_drafts: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_preemptions", b"num_preemptions", "sequence_id", b"sequence_id", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_drafts", b"num_drafts", "num_preemptions", b"num_preemptions", "sequence_id", b"sequence_id", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from proto import kv_pb2 as proto_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14proto/registry.proto\x12\npdserve.v1\x1a\x0eproto/kv.proto\"\xea\x01\n\x07PodLoad\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\x05\x12\x13\n\x0bnum_running\x18\x02 \x01(\x05\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x03\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x01(\x05\x12\x12\n\nnum_leases\x18\x06 \x01(\x05\x12\x13\n\x0bnum_credits\x18\x07 \x01(\x05\x12\x15\n\rnum_transfers\x18\x08 \x01(\x05\x12\x0e\n\x06step_s\x18\t \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\n \x01(\x01\"\xd2\x02\n\tPodRecord\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.pdserve.v1.PodState\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\x15\n\rmax_model_len\x18\x08 \x01(\x05\x12$\n\x06layout\x18\t \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\x05\x12!\n\x04load\x18\x0b \x01(\x0b\x32\x13.pdserve.v1.PodLoad\x12\x11\n\theartbeat\x18\x0c \x01(\x04\x12\x1c\n\x14heartbeat_interval_s\x18\r \x01(\x01*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*R\n\x08PodState\x12\x19\n\x15POD_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPOD_STATE_READY\x10\x01\x12\x16\n\x12POD_STATE_DRAINING\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14proto/registry.proto\x12\npdserve.v1\x1a\x0eproto/kv.proto\"\x94\x02\n\x07PodLoad\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\x05\x12\x13\n\x0bnum_running\x18\x02 \x01(\x05\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x03\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x01(\x05\x12\x12\n\nnum_leases\x18\x06 \x01(\x05\x12\x13\n\x0bnum_credits\x18\x07 \x01(\x05\x12\x15\n\rnum_transfers\x18\x08 \x01(\x05\x12\x0e\n\x06step_s\x18\t \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\n \x01(\x01\x12\x12\n\nnum_drafts\x18\x0b \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x0c \x01(\x04\"\xd2\x02\n\tPodRecord\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.pdserve.v1.PodState\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\x15\n\rmax_model_len\x18\x08 \x01(\x05\x12$\n\x06layout\x18\t \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\x05\x12!\n\x04load\x18\x0b \x01(\x0b\x32\x13.pdserve.v1.PodLoad\x12\x11\n\theartbeat\x18\x0c \x01(\x04\x12\x1c\n\x14heartbeat_interval_s\x18\r \x01(\x01*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*R\n\x08PodState\x12\x19\n\x15POD_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPOD_STATE_READY\x10\x01\x12\x16\n\x12POD_STATE_DRAINING\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=630
-  _globals['_ROLE']._serialized_end=693
-  _globals['_PODSTATE']._serialized_start=695
-  _globals['_PODSTATE']._serialized_end=777
+  _globals['_ROLE']._serialized_start=672
+  _globals['_ROLE']._serialized_end=735
+  _globals['_PODSTATE']._serialized_start=737
+  _globals['_PODSTATE']._serialized_end=819
   _globals['_PODLOAD']._serialized_start=53
-  _globals['_PODLOAD']._serialized_end=287
-  _globals['_PODRECORD']._serialized_start=290
-  _globals['_PODRECORD']._serialized_end=628
+  _globals['_PODLOAD']._serialized_end=329
+  _globals['_PODRECORD']._serialized_start=332
+  _globals['_PODRECORD']._serialized_end=670
 # @@protoc_insertion_point(module_scope)

@@ -70,6 +70,8 @@ class PodLoad(_message.Message):
     NUM_TRANSFERS_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     """sequences not yet scheduled"""
     num_running: _builtins.int
@@ -85,6 +87,10 @@ class PodLoad(_message.Message):
     """moving average of an engine step"""
     prefill_tokens_per_s: _builtins.float
     """moving average; 0: nothing measured yet"""
+    num_drafts: _builtins.int
+    """speculative decoding: drafts verified since the start"""
+    num_accepted: _builtins.int
+    """of these, the right ones"""
     def __init__(
         self,
         *,
@@ -98,10 +104,12 @@ class PodLoad(_message.Message):
         num_transfers: _builtins.int = ...,
         step_s: _builtins.float = ...,
         prefill_tokens_per_s: _builtins.float = ...,
+        num_drafts: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_credits", b"num_credits", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_running", b"num_running", "num_transfers", b"num_transfers", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_blocks", b"num_blocks", "num_credits", b"num_credits", "num_drafts", b"num_drafts", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_running", b"num_running", "num_transfers", b"num_transfers", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,6 +24,8 @@ class Ledger:
         self._ttft_s = 0.0
         self.transfer_bytes = 0
         self.num_preemptions = 0
+        self.num_drafts = 0
+        self.num_accepted = 0
 
     def account(self, stage: str, now: float) -> None:
         """The time since the mark was `stage`."""
@@ -79,5 +81,7 @@ class Ledger:
             attempts=self._attempts,
             transfer_bytes=self.transfer_bytes,
             num_preemptions=self.num_preemptions,
+            num_drafts=self.num_drafts,
+            num_accepted=self.num_accepted,
             outcome=outcome,
         )

@@ -249,6 +249,8 @@ class Request:
 
     def _account_decode(self, tokens: pods_pb2.SequenceTokens, is_first: bool) -> None:
         self._ledger.num_preemptions += tokens.num_preemptions
+        self._ledger.num_drafts += tokens.num_drafts
+        self._ledger.num_accepted += tokens.num_accepted
         if not is_first:
             self._ledger.account("decode", self._services.clock())
             return

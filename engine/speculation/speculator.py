@@ -44,8 +44,6 @@ class Speculator:
         self._max_model_len = max_model_len
         self._tracks: dict[str, _Track] = {}
         self._cost = StepCost()
-        self.num_drafts = 0  # verified since the start
-        self.num_accepted = 0  # of these, the right ones that became tokens
 
     def depths(self, sequences: Seq[Sequence]) -> list[int]:
         """How many drafts each decoding sequence should get in this step."""
@@ -70,15 +68,13 @@ class Speculator:
             track.num_idle = 0 if guess else track.num_idle + 1
         return [guess[: request.num_drafts] for request, guess in zip(requests, guesses, strict=True)]
 
-    def observe(self, sequence_id: str, num_drafts: int, token_ids: Seq[int]) -> None:
-        """What a step gave for a sequence that it asked `num_drafts` of."""
+    def observe(self, sequence_id: str, token_ids: Seq[int]) -> None:
+        """What a step gave for a sequence."""
         track = self._tracks.get(sequence_id)
         if track is None:
             return
         track.acceptance.see(track.guess, token_ids)
         track.guess = ()
-        self.num_drafts += num_drafts
-        self.num_accepted += len(token_ids) - 1
 
     def record(self, num_rows: int, duration_s: float) -> None:
         """What the computation of a step of decodes alone took."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,13 @@ def test_pods_accept_their_flags() -> None:
         assert (settings.model, settings.engine, settings.dtype) == ("/models/smol", "torch", "float32")
         assert (settings.kv_memory_bytes, settings.num_threads) == (64 << 20, 3)
         assert (settings.max_num_seqs, settings.max_batched_tokens) == (8, 96)
+
+
+def test_decode_pods_alone_are_told_to_speculate() -> None:
+    specs = by_name(replace(plan("--speculation", "draft", "--draft-model", "tiny"), draft_model="/models/tiny"))
+    settings = loaded(specs["decode-0"])
+    assert (settings.speculation, settings.draft_model) == ("draft", "/models/tiny")
+    assert loaded(specs["prefill-0"]).speculation == "off"
 
 
 def test_router_and_gateway_accept_their_flags() -> None:

@@ -16,6 +16,7 @@ def event(reason: FinishReason | None) -> TokenEvent:
 
 def test_gauges_and_counters() -> None:
     load = PodLoad(num_blocks=10, num_free_blocks=4, num_leases=1, num_credits=2, num_transfers=3, num_running=5)
+    load.num_drafts, load.num_accepted = 8, 6
     metrics = PodMetrics(lambda: load)
     metrics.on_events([event(None), event(FinishReason.STOP)])
     metrics.step_s.observe(0.02)
@@ -28,6 +29,8 @@ def test_gauges_and_counters() -> None:
         "pdserve_transfers 3.0",
         "pdserve_sequences_running 5.0",
         "pdserve_tokens_total 2.0",
+        "pdserve_drafts_total 8.0",
+        "pdserve_accepted_drafts_total 6.0",
         "pdserve_preemptions_total 2.0",
         'pdserve_sequences_finished_total{reason="stop"} 1.0',
         "pdserve_step_seconds_count 1.0",

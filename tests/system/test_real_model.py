@@ -143,13 +143,16 @@ async def long_completion(client: openai.AsyncOpenAI, unique: str) -> openai.Asy
     return await client.completions.create(model=model, prompt=prompt, max_tokens=500, stream=True)
 
 
-async def test_killed_decode_pod_does_not_change_the_story() -> None:
-    with launched_stack(*FLOAT32, "--prefill", "1", "--decode", "2") as stack:
-        async with openai.AsyncOpenAI(base_url=stack.http_url, api_key="none") as client:
-            undisturbed = await story(client)
-            assert await story(client, after_20=lambda: kill_the_busy_decode_pod(stack)) == undisturbed
-        async with RouterClient(stack.router_address) as router:
+async def test_neither_a_killed_decode_pod_nor_drafts_change_the_story(stack: LaunchedStack) -> None:
+    async with openai.AsyncOpenAI(base_url=stack.http_url, api_key="none") as client:
+        plain = await story(client)
+    with launched_stack(*FLOAT32, "--prefill", "1", "--decode", "2", "--speculation", "ngram") as drafting:
+        async with openai.AsyncOpenAI(base_url=drafting.http_url, api_key="none") as client:
+            assert await story(client) == plain
+            assert await story(client, after_20=lambda: kill_the_busy_decode_pod(drafting)) == plain
+        async with RouterClient(drafting.router_address) as router:
             ledger = await router.timeline()
+    assert ledger.num_drafts > 0
     assert [bool(attempt.failure) for attempt in ledger.attempts] == [True, False]
     assert abs(sum(entry.seconds for entry in ledger.entries) - ledger.wall_s) <= LEDGER_TOLERANCE_S
 
@@ -176,9 +179,9 @@ async def kill_the_busy_decode_pod(stack: LaunchedStack) -> None:
     raise AssertionError("no decode pod runs the request")
 
 
-async def test_colocated_answers_equal_transformers(cases: list[ReferenceCase]) -> None:
+async def test_colocated_answers_with_drafts_equal_transformers(cases: list[ReferenceCase]) -> None:
     chosen = [case for case in cases if len(case.prompt_ids) < 100]
-    with launched_stack(*FLOAT32, "--colocated") as stack:
+    with launched_stack(*FLOAT32, "--colocated", "--speculation", "ngram") as stack:
         async with RouterClient(stack.router_address) as router:
             for case, answer in zip(chosen, await answers(router, chosen), strict=True):
                 check(case, answer, prefill_pod=False)

@@ -40,7 +40,7 @@ class Driver:
         [guess] = self.speculator.propose([DraftRequest("a", self.seq.token_ids, 2, self.seq.spec.params, (0,), depth)])
         assert len(guess) == depth
         self.seq.token_ids += tokens[: depth + 1]
-        self.speculator.observe("a", depth, tokens[: depth + 1])
+        self.speculator.observe("a", tokens[: depth + 1])
         self.speculator.record(1 + depth, step_s * (1 + 0.1 * depth))
         return depth
 
@@ -51,8 +51,6 @@ def test_drafts_deepen_while_they_are_right_and_end_when_they_are_wrong() -> Non
     assert (right[0], right[-1]) == (2, 4)
     wrong = [driver.step([5]) for _ in range(30)]
     assert wrong[-1] == 0
-    assert driver.speculator.num_accepted == sum(right)
-    assert driver.speculator.num_drafts == sum(right) + sum(wrong)
 
 
 def test_free_guesses_are_watched_without_being_verified() -> None:
@@ -91,7 +89,7 @@ def test_no_draft_can_become_a_token_behind_the_last() -> None:
 def test_held_sequences_get_none_and_forgotten_ones_leave_nothing() -> None:
     driver = Driver()
     assert driver.speculator.depths([Sequence(spec("h", [1]), 0, hold=True)]) == [0]
-    driver.speculator.observe("unknown", 0, [1])
+    driver.speculator.observe("unknown", [1])
     with pytest.raises(AssertionError, match=r"gone: \['h'\]"):
         driver.speculator.check_invariants(["a"])
     driver.speculator.forget("h")
