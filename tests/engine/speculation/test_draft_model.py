@@ -11,7 +11,6 @@ import pytest
 from engine.batch import ScheduledSequence
 from engine.checkpoint import CheckpointError, kv_bytes_per_token
 from engine.core import EngineConfig, EngineCore
-from engine.flat_batch import FlatBatch
 from engine.model_config import read_config
 from engine.runner import TorchRunner, flatten
 from engine.sequence import SampledToken, SamplingParams, SequenceSpec
@@ -19,6 +18,7 @@ from engine.speculation import draft_model
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.proposer import DraftRequest
 from engine.speculation.vocabulary import check_same_vocabulary
+from kernels.flat_batch import FlatBatch
 from tests.engine.tiny_llama import BLOCK_SIZE, make_checkpoint, random_ids
 
 NUM_BLOCKS = 48
