@@ -44,6 +44,10 @@ class LinearWeights:
         return first.packed.dtype if isinstance(first, QuantizedMatrix) else first.dtype
 
     @cached_property
+    def is_quantized(self) -> bool:
+        return isinstance(self.parts[0], QuantizedMatrix)
+
+    @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The parts of weights that are not quantised. Raises TypeError for others."""
         if any(isinstance(part, QuantizedMatrix) for part in self.parts):
@@ -74,10 +78,8 @@ def linear(x: torch.Tensor, weights: LinearWeights, *, backend: Backend | None =
     if weights.bias is not None:
         check_dtype("bias", weights.bias, x.dtype)
     out = x.new_empty((x.shape[0], weights.rows))
-    if backend == "triton":
-        raise ValueError("backend='triton' has no linear: on GPUs torch's own, the vendor's library, computes")
-    if backend is None and x.is_cuda:
-        backend = "reference"
+    if backend is None and x.is_cuda and not weights.is_quantized:
+        backend = "reference"  # that is torch's own: the vendor's library
     implementation("linear", "linear", x, backend)(x, weights, out)
     return out
 
