@@ -17,16 +17,21 @@ def kv_write(
     *,
     backend: Backend | None = None,
 ) -> None:
-    """Copies token t to slot `slot_mapping[t]` = block * block_size + offset; a negative slot is skipped.
+    """Stores token t in slot `slot_mapping[t]` = block * block_size + offset; a negative slot is skipped.
 
-    k, v: [T, Hkv, D] of the cache's dtype. slot_mapping: int64 [T], in which no slot occurs twice.
+    k, v: [T, Hkv, D] of the cache's dtype, or of any float where it is quantised. slot_mapping: int64 [T], in which no
+    slot occurs twice.
+    A quantised cache stores each row [D] in float32 arithmetic as round_to_even(x * (limit / peak)) and the scale
+    peak / limit, peak = max |x|: on every device the same bytes. Rows of nothing but (nearly) zeros get scale 0; rows
+    with an infinity or NaN get scale NaN, which is what attention makes of them in any dtype.
     Raises ValueError or TypeError for shapes and dtypes, IndexError (CPU only) for a slot outside the cache.
     """
     check_shape("k", k, (None, kv.num_heads, kv.head_dim))
     check_shape("v", v, tuple(k.shape))
     for name, rows in (("k", k), ("v", v)):
-        check_dtype(name, rows, kv.k.dtype)
+        kv.check_dtype(name, rows)
         check_rows(name, rows)
+    check_dtype("v", v, k.dtype)
     check_shape("slot_mapping", slot_mapping, (k.shape[0],))
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     run = implementation("kv_write", "kv_write", k, backend)

@@ -19,17 +19,23 @@ MAX_DEPTH = 32768
 _MAX_WINDOW = 2**63 - 1
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # uint8: two of 4 bits
+_CACHE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # 0: the dtype of the computation
 _INT64, _INT32, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
 
 class Cache(ctypes.Structure):
-    """A paged cache's two base pointers, shape and strides."""
+    """A paged cache's base pointers, shape, strides and format."""
 
     _fields_ = (
         ("k", _POINTER),
         ("v", _POINTER),
         *((name, _INT64) for name in ("num_blocks", "kv_heads", "block_size", "head_dim")),
         *((name, _INT64) for name in ("block_stride", "head_stride", "slot_stride")),
+        ("k_scales", _POINTER),
+        ("v_scales", _POINTER),
+        ("scale_block_stride", _INT64),
+        ("scale_head_stride", _INT64),
+        ("format", _INT32),
     )
 
 
@@ -230,7 +236,11 @@ def dtype_code(tensor: torch.Tensor) -> int:
 
 def cache_of(kv: PagedKV) -> Cache:
     """Must not outlive `kv`."""
-    return Cache(kv.k.data_ptr(), kv.v.data_ptr(), *kv.k.shape, *kv.k.stride()[:3])
+    plain = (kv.k.data_ptr(), kv.v.data_ptr(), *kv.k.shape, *kv.k.stride()[:3])
+    if kv.k_scales is None or kv.v_scales is None:
+        return Cache(*plain)
+    scales = (kv.k_scales.data_ptr(), kv.v_scales.data_ptr(), *kv.k_scales.stride()[:2])
+    return Cache(*plain, *scales, _CACHE_FORMATS[kv.k.dtype])
 
 
 def context_of(block_tables: torch.Tensor, context_lens: torch.Tensor) -> Context:

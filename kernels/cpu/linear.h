@@ -84,7 +84,7 @@ inline void multiply_group(const float* x, const W* w, int64_t stride, int64_t s
       Vec row[R];
       for (int r = 0; r < R; r++) {
         row[r] = load_half(w + r * stride, half != 0);
-        KEEP_IN_REGISTER(row[r]);
+        KEEP_IN_REGISTER(row[r]);  // else each use loads it again, and loads are the bottleneck
       }
       for (int c = 0; c < C; c++) {
         Vec column = load(x + c * LANES);

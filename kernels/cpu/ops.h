@@ -14,12 +14,20 @@ constexpr int64_t OK = -1;
 // Attention heads longer than this go to the torch reference (library.py checks).
 constexpr int MAX_HEAD_DIM = 256;
 
+// What a cache stores: elements of the DType that the op computes in, or one byte each with a scale a row.
+enum CacheFormat : int32_t { AS_COMPUTED = 0, INT8 = 1, FP8_E4M3 = 2 };
+
 // A paged cache [num_blocks, kv_heads, block_size, head_dim], the last dimension contiguous; K and V of equal strides.
+// Scales [num_blocks, kv_heads, block_size], null unless quantised, likewise.
 struct Cache {
   void* k;
   void* v;
   int64_t num_blocks, kv_heads, block_size, head_dim;
   int64_t block_stride, head_stride, slot_stride;
+  float* k_scales;
+  float* v_scales;
+  int64_t scale_block_stride, scale_head_stride;
+  CacheFormat format;
 };
 
 // Which blocks hold each sequence's context.

@@ -2,27 +2,52 @@
 #pragma once
 
 #include "ops.h"
-#include "vec.h"
+#include "quantise.h"
 namespace {
 
-// Points into one head of one sequence's context.
-template <class T>
+// Calls op with an element of the type that the cache stores, when T is what the op computes in.
+template <class T, class Op>
+inline int64_t by_format(const Cache& cache, const Op& op) {
+  if (cache.format == INT8) return op(int8{});
+  if (cache.format == FP8_E4M3) return op(e4m3{});
+  return op(T{});
+}
+
+// Where a token's row, and its scale, lie behind the reader's pointers.
+struct Place {
+  int64_t row, scale;
+};
+
+// Points into one head of one sequence's context. E: what the cache stores.
+template <class E>
 struct ContextReader {
-  const T* k;
-  const T* v;
+  const E* k;
+  const E* v;
+  const float* k_scales;  // null unless QUANTISED<E>
+  const float* v_scales;
   const int32_t* blocks;
-  int64_t block_size, block_stride, slot_stride;
+  int64_t block_size, block_stride, slot_stride, scale_block_stride;
 
   ContextReader(const Cache& cache, const Context& context, int64_t sequence, int64_t kv_head)
-      : k(static_cast<const T*>(cache.k) + kv_head * cache.head_stride),
-        v(static_cast<const T*>(cache.v) + kv_head * cache.head_stride),
+      : k(static_cast<const E*>(cache.k) + kv_head * cache.head_stride),
+        v(static_cast<const E*>(cache.v) + kv_head * cache.head_stride),
+        k_scales(cache.k_scales + kv_head * cache.scale_head_stride),
+        v_scales(cache.v_scales + kv_head * cache.scale_head_stride),
         blocks(context.block_tables + sequence * context.table_stride),
         block_size(cache.block_size),
         block_stride(cache.block_stride),
-        slot_stride(cache.slot_stride) {}
+        slot_stride(cache.slot_stride),
+        scale_block_stride(cache.scale_block_stride) {}
 
-  int64_t offset(int64_t position) const {
-    return blocks[position / block_size] * block_stride + position % block_size * slot_stride;
+  // body(i, place) for positions begin + i, i in 0 .. count - 1.
+  template <class Body>
+  void for_places(int64_t begin, int64_t count, const Body& body) const {
+    int64_t index = begin / block_size, slot = begin % block_size;
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t block = blocks[index];
+      body(i, Place{block * block_stride + slot * slot_stride, block * scale_block_stride + slot});
+      if (++slot == block_size) index++, slot = 0;
+    }
   }
 };
 

@@ -26,9 +26,10 @@ struct QueryTile {
   int64_t row_position(int64_t r) const { return position + r / group; }
 };
 
-template <class T>
+// E: what the cache stores.
+template <class E>
 struct PrefillTile {
-  ContextReader<T> context;
+  ContextReader<E> context;
   QueryTile tile;
   int64_t head_dim, padded_dim;
   Scoring scoring;
@@ -39,17 +40,21 @@ struct PrefillTile {
   alignas(64) float k[MAX_PADDED_DIM * PREFILL_TILE];    // [head_dim, PREFILL_TILE]: transposed
   alignas(64) float v[PREFILL_TILE * MAX_PADDED_DIM];    // [PREFILL_TILE, padded_dim]
 
-  PrefillTile(const ContextReader<T>& reader, const QueryTile& queries, const Heads& all, int64_t dim,
-              const Scoring& how)
+  PrefillTile(const ContextReader<E>& reader, const QueryTile& queries, int64_t dim, const Scoring& how)
       : context(reader), tile(queries), head_dim(dim), padded_dim(round_up(dim, MATMUL_COLUMNS)), scoring(how) {
+    __builtin_memset(acc, 0, tile.rows() * padded_dim * sizeof(float));
+  }
+
+  template <class T>
+  void read_queries(const Heads& all) {
     for (int64_t r = 0; r < tile.rows(); r++) {
       const T* from = row<T>(all, tile.token(r), tile.query_head(r));
       widen(q + r * padded_dim, from, scoring.scale);
     }
-    __builtin_memset(acc, 0, tile.rows() * padded_dim * sizeof(float));
   }
 
   // to[0 .. padded_dim) = from[0 .. head_dim) * factor, then zeros.
+  template <class T>
   void widen(float* to, const T* from, float factor) const {
     int64_t d = 0;
     for (; d + LANES <= head_dim; d += LANES) store(to + d, load(from + d) * factor);
@@ -58,12 +63,18 @@ struct PrefillTile {
 
   void load_keys(int64_t begin, int64_t count) {
     alignas(64) float key[MAX_PADDED_DIM];
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t offset = context.offset(begin + i);
-      widen(key, context.k + offset, 1.f);
+    context.for_places(begin, count, [&](int64_t i, Place place) {
+      widen(key, context.k + place.row, scale_of(context.k_scales, place));
       for (int64_t d = 0; d < head_dim; d++) k[d * PREFILL_TILE + i] = key[d];
-      widen(v + i * padded_dim, context.v + offset, 1.f);
-    }
+      widen(v + i * padded_dim, context.v + place.row, scale_of(context.v_scales, place));
+    });
+  }
+
+  static float scale_of([[maybe_unused]] const float* scales, [[maybe_unused]] Place place) {
+    if constexpr (QUANTISED<E>)
+      return scales[place.scale];
+    else
+      return 1.f;
   }
 
   // Keys [begin, begin + count). Columns of `scores` past a row's visible keys hold anything until the softmax.
@@ -90,12 +101,13 @@ struct PrefillTile {
     for (int64_t i = 0; i < count; i++) scores[i] = -__builtin_inff();
   }
 
-  void attend() {
+  __attribute__((noinline)) void attend() {  // one copy, whatever T
     const int64_t end = tile.row_position(tile.rows() - 1) + 1;
     for (int64_t begin = scoring.first_visible(tile.position); begin < end; begin += PREFILL_TILE)
       attend_tile(begin, min(PREFILL_TILE, end - begin));
   }
 
+  template <class T>
   void finish(const Heads& out) const {
     for (int64_t r = 0; r < tile.rows(); r++) {
       T* to = row<T>(out, tile.token(r), tile.query_head(r));
@@ -148,9 +160,9 @@ struct PrefillPlan {
   }
 };
 
-template <class T>
-int64_t paged_prefill(const Heads& q, const Cache& cache, const Context& context, const int32_t* cu_seqlens,
-                      const Scoring& scoring, const Heads& out, int threads) {
+template <class T, class E>
+int64_t prefill_from(const Heads& q, const Cache& cache, const Context& context, const int32_t* cu_seqlens,
+                     const Scoring& scoring, const Heads& out, int threads) {
   const PrefillPlan plan(context, cu_seqlens, q.heads, cache.kv_heads);
   int64_t bad = first_bad_sequence(cache, context);
   if (bad == OK) bad = plan.first_bad(q.tokens);
@@ -159,11 +171,20 @@ int64_t paged_prefill(const Heads& q, const Cache& cache, const Context& context
     int64_t sequence = 0, kv_head;
     for (; item >= plan.items(sequence); sequence++) item -= plan.items(sequence);
     const QueryTile tile = plan.tile(sequence, item, &kv_head);
-    PrefillTile<T> work(ContextReader<T>(cache, context, sequence, kv_head), tile, q, cache.head_dim, scoring);
+    PrefillTile<E> work(ContextReader<E>(cache, context, sequence, kv_head), tile, cache.head_dim, scoring);
+    work.template read_queries<T>(q);
     work.attend();
-    work.finish(out);
+    work.template finish<T>(out);
   });
   return OK;
+}
+
+template <class T>
+int64_t paged_prefill(const Heads& q, const Cache& cache, const Context& context, const int32_t* cu_seqlens,
+                      const Scoring& scoring, const Heads& out, int threads) {
+  return by_format<T>(cache, [&](auto element) {
+    return prefill_from<T, decltype(element)>(q, cache, context, cu_seqlens, scoring, out, threads);
+  });
 }
 
 }  // namespace

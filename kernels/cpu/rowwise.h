@@ -6,31 +6,39 @@
 
 namespace {
 
-// body(i, n) for each vector of 0 .. count: n = LANES, but for the last one.
-template <class Body>
-inline void for_vectors(int64_t count, const Body& body) {
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) body(i, LANES);
-  if (i < count) body(i, count - i);
+// Stores a row [head_dim] in its place.
+template <class T, class E>
+inline void write_row(const T* row, E* rows, [[maybe_unused]] float* scales, Place to, int64_t head_dim) {
+  if constexpr (QUANTISED<E>)
+    scales[to.scale] = quantise_row(row, rows + to.row, head_dim);
+  else
+    __builtin_memcpy(rows + to.row, row, head_dim * sizeof(T));
 }
 
-template <class T>
-int64_t kv_write(const Heads& k, const Heads& v, const Cache& cache, const int64_t* slots, int threads) {
+template <class T, class E>
+int64_t write_slots(const Heads& k, const Heads& v, const Cache& cache, const int64_t* slots, int threads) {
   for (int64_t t = 0; t < k.tokens; t++)
     if (slots[t] >= cache.num_blocks * cache.block_size) return t;
-  const int64_t bytes = cache.head_dim * sizeof(T);
   parallel_rows(k.tokens, k.heads * cache.head_dim, threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
       if (slots[t] < 0) continue;
       const int64_t block = slots[t] / cache.block_size, offset = slots[t] % cache.block_size;
-      const int64_t slot = block * cache.block_stride + offset * cache.slot_stride;
       for (int64_t h = 0; h < k.heads; h++) {
-        __builtin_memcpy(static_cast<T*>(cache.k) + slot + h * cache.head_stride, row<T>(k, t, h), bytes);
-        __builtin_memcpy(static_cast<T*>(cache.v) + slot + h * cache.head_stride, row<T>(v, t, h), bytes);
+        const Place to{block * cache.block_stride + h * cache.head_stride + offset * cache.slot_stride,
+                       block * cache.scale_block_stride + h * cache.scale_head_stride + offset};
+        write_row(row<T>(k, t, h), static_cast<E*>(cache.k), cache.k_scales, to, cache.head_dim);
+        write_row(row<T>(v, t, h), static_cast<E*>(cache.v), cache.v_scales, to, cache.head_dim);
       }
     }
   });
   return OK;
+}
+
+template <class T>
+int64_t kv_write(const Heads& k, const Heads& v, const Cache& cache, const int64_t* slots, int threads) {
+  return by_format<T>(cache, [&](auto element) {
+    return write_slots<T, decltype(element)>(k, v, cache, slots, threads);
+  });
 }
 
 // to = x + residual, rounded to T.

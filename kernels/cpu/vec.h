@@ -6,9 +6,11 @@
 
 #include <cstdint>
 
-// Else the compiler loads a vector again for each use, or puts a sum off, and loads are the bottleneck.
+// Else the compiler loads a vector again for each use, puts a sum off, or rounds a product together with a later sum.
 #if defined(__x86_64__)
 #define KEEP_IN_REGISTER(vec) asm("" : "+v"(vec))
+#elif defined(__aarch64__)
+#define KEEP_IN_REGISTER(vec) asm("" : "+w"(vec))
 #else
 #define KEEP_IN_REGISTER(vec)
 #endif
@@ -100,6 +102,14 @@ template <class T>
 inline void store_some(T* p, Vec v, int64_t n) {
   if (n == LANES) return store(p, v);
   store_first(p, v, n);
+}
+
+// body(i, n) for each vector of 0 .. count: n = LANES, but for the last one.
+template <class Body>
+inline void for_vectors(int64_t count, const Body& body) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) body(i, LANES);
+  if (i < count) body(i, count - i);
 }
 
 // Writes n floats times `factor`, rounded to T. `from` is readable to the next multiple of LANES.

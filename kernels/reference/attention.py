@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import torch
 
+from kernels.kv_cache import PagedKV
 from kernels.reference.precision import widened
+from kernels.reference.quantise import dequantised
 
 
-def gather_context(cache: torch.Tensor, block_table: torch.Tensor, context_len: int) -> torch.Tensor:
-    """The first `context_len` tokens of a sequence as [Hkv, context_len, D], widened.
+def gather_context(kv: PagedKV, block_table: torch.Tensor, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the first `context_len` tokens of a sequence, [Hkv, context_len, D] each, widened.
 
-    cache: [N, Hkv, block_size, D]; block_table: [M]. Raises IndexError for a block outside the cache.
+    block_table: [M]. Raises IndexError for a block outside the cache.
     """
-    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
-    used = block_table[: -(-context_len // block_size)].long()
-    if used.numel() * block_size < context_len or bool(((used < 0) | (used >= num_blocks)).any()):
+    used = block_table[: -(-context_len // kv.block_size)].long()
+    if used.numel() * kv.block_size < context_len or bool(((used < 0) | (used >= kv.num_blocks)).any()):
         raise IndexError(
-            f"block table {used.tolist()} for {context_len} tokens leaves the cache of {num_blocks} blocks"
+            f"block table {used.tolist()} for {context_len} tokens leaves the cache of {kv.num_blocks} blocks"
         )
-    tokens = cache.index_select(0, used).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
-    return widened(tokens[:, :context_len])
+
+    def tokens(cache: torch.Tensor) -> torch.Tensor:
+        """[N, Hkv, block_size, *] -> [Hkv, context_len, *]."""
+        return cache.index_select(0, used).transpose(0, 1).flatten(1, 2)[:, :context_len]
+
+    k, v = tokens(kv.k), tokens(kv.v)
+    if kv.k_scales is None or kv.v_scales is None:
+        return widened(k), widened(v)
+    return dequantised(k, tokens(kv.k_scales)), dequantised(v, tokens(kv.v_scales))
 
 
 def attend(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.kv_cache import PagedKV
+from kernels.reference.quantise import quantised
 
 
 def kv_write(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
@@ -14,5 +15,8 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.
     if bool((slots >= kv.num_blocks * kv.block_size).any()):
         raise IndexError(f"slot {int(slots.max())} lies outside the cache of {kv.num_blocks} x {kv.block_size} slots")
     blocks, offsets = slots // kv.block_size, slots % kv.block_size
-    kv.k[blocks, :, offsets] = k[kept]
-    kv.v[blocks, :, offsets] = v[kept]
+    for rows, cache, scales in ((k[kept], kv.k, kv.k_scales), (v[kept], kv.v, kv.v_scales)):
+        if scales is None:
+            cache[blocks, :, offsets] = rows
+        else:
+            cache[blocks, :, offsets], scales[blocks, :, offsets] = quantised(rows, cache.dtype)

@@ -23,6 +23,5 @@ def paged_decode(
         if context_len == 0:
             out[row].zero_()
             continue
-        k = gather_context(kv.k, block_tables[row], context_len)
-        v = gather_context(kv.v, block_tables[row], context_len)
+        k, v = gather_context(kv, block_tables[row], context_len)
         out[row] = attend(q[row].unsqueeze(0), k, v, scale, sliding_window, soft_cap)[0]

@@ -25,6 +25,5 @@ def paged_prefill(
     bounds = itertools.pairwise(cu_seqlens.tolist())
     for row, ((start, end), context_len) in enumerate(zip(bounds, context_lens.tolist(), strict=True)):
         if start < end:
-            k = gather_context(kv.k, block_tables[row], context_len)
-            v = gather_context(kv.v, block_tables[row], context_len)
+            k, v = gather_context(kv, block_tables[row], context_len)
             out[start:end] = attend(q[start:end], k, v, scale, sliding_window, soft_cap)

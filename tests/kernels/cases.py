@@ -1,7 +1,8 @@
 """Inputs for the attention tests, with their answers in float64 from the dense tokens: no block table is read there.
 
 The cache is block-major, [N, L, 2, Hkv, block_size, D], as the engine keeps it, and NaN wherever no token lies; block
-tables end in -1. A kernel that reads a slot or an entry too many gives NaN or fails.
+tables end in -1. A kernel that reads a slot or an entry too many gives NaN or fails. Quantised caches hold drawn bytes
+under drawn scales, which are NaN where no token lies.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from kernels.kv_cache import PagedKV
+from kernels.kv_cache import QUANTISED_DTYPES, PagedKV
 
 Array = npt.NDArray[np.float64]
 
@@ -59,6 +60,7 @@ class Shape:
     seed: int
     sliding_window: int | None = None
     soft_cap: float | None = None
+    kv_dtype: torch.dtype | None = None  # of the cache, where it is quantised
 
 
 def shapes(
@@ -81,6 +83,7 @@ def shapes(
         seed=st.integers(0, 2**16),
         sliding_window=st.one_of(st.none(), st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65]), st.integers(1, 700)),
         soft_cap=st.sampled_from([None, 1.0, 5.0, 50.0]),
+        kv_dtype=st.sampled_from([None, *QUANTISED_DTYPES]),
     )
 
 
@@ -89,8 +92,7 @@ def attention(shape: Shape, *, scale: float | None = None) -> Attention:
     generator = torch.Generator().manual_seed(shape.seed)
     used = [-(-context // shape.block_size) for _, context in shape.lengths]
     num_blocks = sum(used) + 2
-    cache = torch.full((num_blocks, 2, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), torch.nan)
-    cache = cache.to(shape.dtype)
+    cache = BlockMajor(num_blocks, shape)
     free = iter(torch.randperm(num_blocks, generator=generator).tolist())
     block_tables = torch.full((len(used), max(used) + 1), -1, dtype=torch.int32)
     scale = shape.head_dim**-0.5 if scale is None else scale
@@ -99,17 +101,17 @@ def attention(shape: Shape, *, scale: float | None = None) -> Attention:
     for row, (num_new, context) in enumerate(shape.lengths):
         table = list(itertools.islice(free, used[row]))
         block_tables[row, : used[row]] = torch.tensor(table)
-        kv = torch.randn(2, shape.num_kv_heads, context, shape.head_dim, generator=generator).to(shape.dtype)
+        drawn = Tokens(shape, context, generator)
         for position in range(first_read(shape, num_new, context), context):
-            cache[table[position // shape.block_size], 1, :, :, position % shape.block_size] = kv[:, :, position]
+            cache.put(table[position // shape.block_size], position % shape.block_size, drawn, position)
         # Queries are a slice of something wider, as the model's are.
         wide = torch.randn(num_new, shape.num_kv_heads * shape.group + 2, shape.head_dim, generator=generator)
         queries.append(wide.to(shape.dtype))
-        expected.append(dense_attention(queries[-1][:, :-2], kv[0], kv[1], scale, **limits))
+        expected.append(dense_attention(queries[-1][:, :-2], *drawn.values, scale, **limits))
     new_tokens = [0, *itertools.accumulate(num_new for num_new, _ in shape.lengths)]
     return Attention(
         q=torch.cat(queries)[:, :-2],
-        kv=PagedKV(cache[:, 1, 0], cache[:, 1, 1]),
+        kv=cache.layer,
         block_tables=block_tables,
         cu_seqlens=torch.tensor(new_tokens, dtype=torch.int32),
         context_lens=torch.tensor([context for _, context in shape.lengths], dtype=torch.int32),
@@ -117,6 +119,43 @@ def attention(shape: Shape, *, scale: float | None = None) -> Attention:
         limits=limits,
         expected=np.concatenate(expected),
     )
+
+
+class Tokens:
+    """K and V of a sequence: `stored` [2, Hkv, c, D] and, where the cache is quantised, `scales` [2, Hkv, c]."""
+
+    def __init__(self, shape: Shape, context: int, generator: torch.Generator) -> None:
+        drawn = torch.randn(2, shape.num_kv_heads, context, shape.head_dim, generator=generator)
+        self.scales: torch.Tensor | None = None
+        if shape.kv_dtype is None:
+            self.stored = drawn.to(shape.dtype)
+            self.values = (self.stored[0], self.stored[1])
+            return
+        self.scales = torch.rand(drawn.shape[:3], generator=generator) * 0.05 + 0.001
+        limit = QUANTISED_DTYPES[shape.kv_dtype]
+        self.stored = (drawn * 40).clamp(-limit, limit).to(shape.kv_dtype)
+        values = self.stored.double() * self.scales.double()[..., None]
+        self.values = (values[0], values[1])
+
+
+class BlockMajor:
+    """A cache [N, 2 layers, 2, Hkv, block_size, D] without tokens."""
+
+    def __init__(self, num_blocks: int, shape: Shape) -> None:
+        slots = (num_blocks, 2, 2, shape.num_kv_heads, shape.block_size)
+        self._scales = torch.full(slots, torch.nan) if shape.kv_dtype is not None else None
+        poison = 85.0 if shape.kv_dtype == torch.int8 else torch.nan
+        self._cache = torch.full((*slots, shape.head_dim), poison).to(shape.kv_dtype or shape.dtype)
+
+    @property
+    def layer(self) -> PagedKV:
+        parts = (self._cache,) if self._scales is None else (self._cache, self._scales)
+        return PagedKV(*(part[:, 1, i] for part in parts for i in range(2)))
+
+    def put(self, block: int, slot: int, tokens: Tokens, position: int) -> None:
+        self._cache[block, 1, :, :, slot] = tokens.stored[:, :, position]
+        if self._scales is not None and tokens.scales is not None:
+            self._scales[block, 1, :, :, slot] = tokens.scales[:, :, position]
 
 
 def first_read(shape: Shape, num_new: int, context: int) -> int:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.kv_cache import PagedKV
+from kernels.kv_cache import QUANTISED_DTYPES, PagedKV
 from kernels.kv_write import kv_write
 from tests.kernels.backends import every_backend, using
+from tests.kernels.quantised import FP8_VALUES, bytes_of, expected_rows, quantised_cache
 
 NUM_BLOCKS = 6
 
@@ -48,6 +50,80 @@ def test_a_slot_outside_the_cache_is_refused_and_nothing_written(implementation:
     with using(implementation) as backend, pytest.raises(IndexError, match=r"slot 96 .*outside the cache of 6 x 16"):
         kv_write(k, k, PagedKV(cache[:, 0, 0], cache[:, 0, 1]), torch.tensor([3, 96]), backend=backend)
     assert cache.isnan().all()
+
+
+every_quantised_dtype = pytest.mark.parametrize("kv_dtype", QUANTISED_DTYPES, ids=str)
+
+
+def write(implementation: str, rows: torch.Tensor, kv: PagedKV, slots: list[int]) -> None:
+    """K is `rows` [T, Hkv, D], V is -2 `rows`."""
+    with using(implementation) as backend:
+        kv_write(rows, rows * -2, kv, torch.tensor(slots), backend=backend)
+
+
+@every_backend
+@every_quantised_dtype
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_quantised_rows_are_rounded_to_even_under_a_scale_of_their_own(
+    implementation: str, kv_dtype: torch.dtype, data: st.DataObject
+) -> None:
+    head_dim, dtype = (
+        data.draw(st.sampled_from([4, 20, 64])),
+        data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    )
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
+    sizes = 10.0 ** torch.randint(-12, 9, (5, 3, 1), generator=generator)
+    rows = (torch.randn(5, 3, head_dim, generator=generator) * sizes).to(dtype)
+    slots = data.draw(st.permutations([0, 15, 16, 33, 95]))
+    kv = quantised_cache(NUM_BLOCKS, 3, 16, head_dim, kv_dtype)
+    before = bytes_of(kv.k).copy()
+    write(implementation, rows, kv, slots)
+    for cache, scales, given_rows in ((kv.k, kv.k_scales, rows), (kv.v, kv.v_scales, rows * -2)):
+        assert scales is not None
+        stored, expected_scales = expected_rows(given_rows, kv_dtype)
+        blocks, offsets = torch.tensor(slots) // 16, torch.tensor(slots) % 16
+        assert np.array_equal(bytes_of(cache)[blocks, :, offsets], stored)
+        assert np.array_equal(scales[blocks, :, offsets].numpy(), expected_scales)
+        untouched = torch.ones(NUM_BLOCKS, 16, dtype=torch.bool)
+        untouched[blocks, offsets] = False
+        assert scales.transpose(1, 2)[untouched].isnan().all()
+        assert np.array_equal(
+            bytes_of(cache).swapaxes(1, 2)[untouched.numpy()], before.swapaxes(1, 2)[untouched.numpy()]
+        )
+
+
+@every_backend
+def test_ties_and_every_fp8_value(implementation: str) -> None:
+    """A row with a largest element of 448 (127 in int8) has scale 1: it is stored as it is, rounded."""
+    values = torch.from_numpy(FP8_VALUES)
+    middles = (values[1:] + values[:-1]) / 2
+    row = torch.cat((values, -values, middles, middles.nextafter(values[1:]), middles.nextafter(values[:-1])))
+    for kv_dtype, rows in ((torch.float8_e4m3fn, row), (torch.int8, torch.arange(-127, 127.5, 0.5))):
+        kv = quantised_cache(1, 1, 1, len(rows), kv_dtype)
+        write(implementation, rows[None, None], kv, [0])
+        stored, scales = expected_rows(rows, kv_dtype)
+        assert np.array_equal(bytes_of(kv.k)[0, 0, 0], stored)
+        assert kv.k_scales is not None
+        assert kv.k_scales.flatten().tolist() == [1.0] == scales.flatten().tolist()
+
+
+@every_backend
+@every_quantised_dtype
+def test_odd_rows_concern_their_own_slot_alone(implementation: str, kv_dtype: torch.dtype) -> None:
+    """Zeros, numbers too small for a scale, the largest float, infinities and NaN between two ordinary rows."""
+    rows = torch.randn(8, 1, 20)
+    rows[1], rows[2] = 0.0, 2.0**-110
+    rows[3, 0, 7], rows[4, 0, 8], rows[5, 0, 9] = 3e38, torch.inf, torch.nan
+    rows[6, 0, 0], rows[6, 0, 19] = torch.nan, -torch.inf
+    kv = quantised_cache(1, 1, 8, 20, kv_dtype)
+    write(implementation, rows, kv, list(range(8)))
+    stored, scales = expected_rows(rows[:, 0], kv_dtype)
+    assert np.array_equal(bytes_of(kv.k)[0, 0], stored)
+    assert kv.k_scales is not None
+    assert np.array_equal(kv.k_scales[0, 0].numpy(), scales, equal_nan=True)
+    assert scales[1] == scales[2] == 0
+    assert np.isnan(scales).tolist() == [False, False, False, False, True, True, True, False]
 
 
 @pytest.mark.parametrize(
