@@ -25,14 +25,11 @@ FP8_VALUES = _fp8_values()
 
 def fp8_codes(values: Floats) -> Bytes:
     """The nearest code of each value; between two, the even one."""
-    size = np.abs(values).astype(np.float64)
-    distance = np.abs(size[..., None] - FP8_VALUES.astype(np.float64))
-    nearest = distance.argmin(-1)
-    tie = (nearest < 0x7E) & (
-        distance.min(-1) == np.take_along_axis(distance, np.minimum(nearest + 1, 0x7E)[..., None], -1)[..., 0]
-    )
-    even = np.where(tie & (nearest % 2 == 1), nearest + 1, nearest)
-    return (even | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+    distance = np.abs(np.abs(values).astype(np.float64)[..., None] - FP8_VALUES.astype(np.float64))
+    even_first = np.argsort(np.arange(0x7F) % 2, kind="stable")
+    nearest = even_first[distance[..., even_first].argmin(-1)]
+    codes: Bytes = (nearest | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+    return codes
 
 
 def expected_rows(rows: torch.Tensor, dtype: torch.dtype) -> tuple[Bytes, Floats]:
