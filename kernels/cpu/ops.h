@@ -15,7 +15,7 @@ constexpr int64_t OK = -1;
 constexpr int MAX_HEAD_DIM = 256;
 
 // What a cache stores: elements of the DType that the op computes in, or one byte each with a scale a row.
-enum CacheFormat : int32_t { AS_COMPUTED = 0, INT8 = 1, FP8_E4M3 = 2 };
+enum class CacheFormat : int32_t { AS_COMPUTED = 0, INT8 = 1, FP8_E4M3 = 2 };
 
 // A paged cache [num_blocks, kv_heads, block_size, head_dim], the last dimension contiguous; K and V of equal strides.
 // Scales [num_blocks, kv_heads, block_size], null unless quantised, likewise.

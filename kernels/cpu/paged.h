@@ -2,14 +2,14 @@
 #pragma once
 
 #include "ops.h"
-#include "quantise.h"
+#include "kv_formats.h"
 namespace {
 
 // Calls op with an element of the type that the cache stores, when T is what the op computes in.
 template <class T, class Op>
 inline int64_t by_format(const Cache& cache, const Op& op) {
-  if (cache.format == INT8) return op(int8{});
-  if (cache.format == FP8_E4M3) return op(e4m3{});
+  if (cache.format == CacheFormat::INT8) return op(int8{});
+  if (cache.format == CacheFormat::FP8_E4M3) return op(e4m3{});
   return op(T{});
 }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.kv_cache import PagedKV
+from kernels.reference.kv_formats import dequantised
 from kernels.reference.precision import widened
-from kernels.reference.quantise import dequantised
 
 
 def gather_context(kv: PagedKV, block_table: torch.Tensor, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.kv_cache import PagedKV
-from kernels.reference.quantise import quantised
+from kernels.reference.kv_formats import quantised
 
 
 def kv_write(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:

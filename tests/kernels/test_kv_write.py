@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kernels.kv_cache import QUANTISED_DTYPES, PagedKV
 from kernels.kv_write import kv_write
 from tests.kernels.backends import every_backend, using
-from tests.kernels.quantised import FP8_VALUES, bytes_of, expected_rows, quantised_cache
+from tests.kernels.kv_formats import FP8_VALUES, bytes_of, expected_rows, quantised_cache
 
 NUM_BLOCKS = 6
 
