@@ -107,8 +107,8 @@ def resolve_dtype(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return "bfloat16" if flags & NATIVE_BFLOAT16_FLAGS else "float32"
 
 
-def estimate_memory_bytes(model_dir: Path, dtype: str) -> int:
-    """Memory of one pod without its KV cache: weights, rotary tables and the process itself.
+def estimate_memory_bytes(model_dir: Path, dtype: str, num_processes: int = 1) -> int:
+    """Memory of one pod without its KV cache: weights, rotary tables and the processes themselves.
 
     Weights that the file has in bfloat16 stay so whatever `dtype` is, and are the same memory in all pods of a host.
     """
@@ -117,7 +117,7 @@ def estimate_memory_bytes(model_dir: Path, dtype: str) -> int:
     weight_bytes = sum(e.num_elements * (2 if e.dtype == "BF16" else DTYPES[dtype]) for e in entries)
     num_tables = len({layer.rope for layer in config.layers})
     rotary_bytes = num_tables * 4 * config.max_model_len * config.head_dim
-    return weight_bytes + rotary_bytes + PROCESS_BYTES
+    return weight_bytes + num_processes * (rotary_bytes + PROCESS_BYTES)
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:

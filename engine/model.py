@@ -33,6 +33,7 @@ class Model:
     def __init__(self, config: ModelConfig, weights: ModelWeights, exchange: Exchange = ALONE) -> None:
         self._exchange = exchange
         self._vocab_size = config.vocab_size
+        self.kv_heads = exchange.shard.heads(config.num_heads, config.num_kv_heads).kv
         config = exchange.shard.local(config)
         self._eps = config.rms_norm_eps
         self._logit_soft_cap = config.logit_soft_cap
@@ -56,6 +57,7 @@ class Model:
 
         Of several ranks each passes the caches of its own heads, and the first one's logits are whole.
         """
+        self._exchange.announce(batch)
         residual = self._embed(batch.token_ids)
         delta = torch.zeros_like(residual)
         for first, last in self._runs:

@@ -17,25 +17,35 @@ from engine.model import Model
 from engine.sampler import SampleRow, sample
 from engine.sequence import SampledToken
 from engine.speculation.verify import verified
+from engine.tensor_parallel.exchange import ALONE, Exchange
 from kernels.flat_batch import FlatBatch
 
 
 class TorchRunner:
     """An `engine.batch.Runner` on the CPU; belongs to the one thread that calls `execute`.
 
-    Borrows `kv_memory`, uint8 [num_bytes], as its KV cache [N, L, 2, Hkv, block_size, D] of `dtype`. Raises
-    CheckpointError for the model, ValueError for a memory that is not a whole number of blocks.
+    Borrows `kv_memory`, uint8 [num_bytes], as its KV cache [N, L, 2, Hkv, block_size, D] of `dtype`. `exchange` is the
+    first rank's of a tensor-parallel pod, whose other ranks compute what it announces. Raises CheckpointError for the
+    model, ValueError for a memory that is not a whole number of blocks.
     """
 
     def __init__(
-        self, model_dir: Path, *, kv_memory: NDArray[np.uint8], block_size: int, dtype: str, num_threads: int
+        self,
+        model_dir: Path,
+        *,
+        kv_memory: NDArray[np.uint8],
+        block_size: int,
+        dtype: str,
+        num_threads: int,
+        exchange: Exchange = ALONE,
     ) -> None:
         self._model_info = model_info(model_dir, dtype)
         self._block_size = block_size
         self._num_threads = num_threads
         self._kv = kv_cache(kv_memory, self._model_info, block_size)
         torch.set_num_threads(num_threads)
-        self._torch_model = Model.load(model_dir, dtype)
+        self._torch_model = Model.load(model_dir, dtype, exchange)
+        self._caches = self._kv.of_heads(self._torch_model.kv_heads)
 
     @property
     def model(self) -> ModelInfo:
@@ -49,7 +59,7 @@ class TorchRunner:
             return []
         decodes_first = sorted(range(len(batch.sequences)), key=lambda i: len(batch.sequences[i].token_ids) > 1)
         ordered = [batch.sequences[i] for i in decodes_first]
-        logits = self._torch_model.forward(flatten(ordered, self._block_size), self._kv.layers)
+        logits = self._torch_model.forward(flatten(ordered, self._block_size), self._caches)
         rows = [row for s in ordered if s.sample for row in sample_rows(s)]
         drawn = iter(sample(logits, rows, self._model_info.eos_token_ids))
         results: list[tuple[SampledToken, ...]] = [()] * len(ordered)

@@ -13,6 +13,7 @@ from engine.model_config import ModelConfig
 
 # Where a model is large enough, inner columns are cut on cache lines and between the groups of quantised weights.
 COLUMN_UNIT = 128
+WORD_UNIT = 16  # and words between the panels of quantised weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,15 @@ class Shard:
 
     def columns(self, count: int) -> range:
         """This rank's share of a feed-forward block's inner columns."""
-        unit = COLUMN_UNIT if count >= COLUMN_UNIT * self.size else 1
+        return self._cut(count, COLUMN_UNIT)
+
+    def words(self, count: int) -> range:
+        """This rank's share of the vocabulary."""
+        return self._cut(count, WORD_UNIT)
+
+    def _cut(self, count: int, unit: int) -> range:
+        """A part that begins at a multiple of `unit`, where there are enough of them."""
+        unit = unit if count >= unit * self.size else 1
         units = self.part(-(-count // unit))
         return range(units.start * unit, min(count, units.stop * unit))
 

@@ -79,7 +79,7 @@ def load_weights(model_dir: Path, config: ModelConfig, dtype: str, shard: Shard 
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = reader.matrix("model.embed_tokens.weight", (vocab, hidden))
     head = embedding if config.tie_word_embeddings else reader.matrix("lm_head.weight", (vocab, hidden))
-    words = shard.part(vocab)
+    words = shard.words(vocab)
     return ModelWeights(
         embedding=embedding,
         layers=tuple(

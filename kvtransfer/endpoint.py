@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from kvtransfer.agent import Agent, AgentConfig
 from kvtransfer.layout import KVLayout
-from kvtransfer.memory import Bytes, allocate
+from kvtransfer.memory import Bytes, allocate, shared_files
 from proto import kv_pb2
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,12 @@ class KVEndpoint:
             backend, {"runtime_dir": str(runtime_dir)} if runtime_dir and backend == "shm" else {}
         )
         self.agent.register_memory([self.kv_memory, self.generations])
+
+    @property
+    def kv_file(self) -> int | None:
+        """A descriptor of the file that `kv_memory` is, for processes of this pod; None where it is no file."""
+        span = shared_files.find(self.kv_memory.ctypes.data, self.kv_memory.nbytes)
+        return None if span is None else span.file.fd
 
     def describe(self) -> kv_pb2.GetAgentMetadataResponse:
         """What a peer needs to read from here."""

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from engine.checkpoint import CheckpointError, estimate_memory_bytes, model_info, resolve_dtype, resolve_model
 from engine.gguf_convert import ProgressCallback
+from engine.model_config import read_config
+from engine.shard import check_tensor_parallel
 from pdserve.checks import LaunchError
 from pdserve.console import Reporter
 from pdserve.settings import ModelSettings
@@ -25,14 +27,15 @@ class Model:
     memory_bytes: int  # of one pod, without its KV cache
 
 
-def prepare_model(name: str, dtype: str | None, reporter: Reporter) -> Model:
-    """Raises LaunchError when there is no such model or it cannot be served."""
+def prepare_model(name: str, dtype: str | None, reporter: Reporter, tensor_parallel: int = 1) -> Model:
+    """Raises LaunchError when there is no such model or it cannot be served so."""
     if name == FAKE:
         return Model(FAKE, 0)
     try:
         path = resolve_with_progress(name, reporter)
-        return Model(str(path), estimate_memory_bytes(path, resolve_dtype(dtype or "auto")))
-    except CheckpointError as error:
+        check_tensor_parallel(read_config(path), tensor_parallel)
+        return Model(str(path), estimate_memory_bytes(path, resolve_dtype(dtype or "auto"), tensor_parallel))
+    except (CheckpointError, ValueError) as error:
         raise LaunchError(str(error)) from None
 
 

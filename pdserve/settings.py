@@ -45,6 +45,7 @@ class StackSettings(Settings):
         description="decode pods guess tokens and verify several a step: from the text so far, or by --draft-model",
     )
     draft_model: str = Field("", description="a smaller model of the same vocabulary, for --speculation draft")
+    tensor_parallel: int | None = Field(None, ge=1, le=64, description="processes that share the model in each pod")
     num_threads: int | None = Field(
         None, ge=1, description="threads of each pod; unset: the cores divided among the pods"
     )

@@ -13,6 +13,8 @@ import psutil
 from engine.batch import ModelInfo
 from engine.checkpoint import CheckpointError, estimate_memory_bytes, model_info, resolve_dtype, resolve_model
 from engine.fake import FAKE_MODEL
+from engine.model_config import read_config
+from engine.shard import check_tensor_parallel
 from kvtransfer.layout import KVLayout
 from pod.errors import StartupError
 from pod.settings import PodSettings
@@ -36,7 +38,7 @@ class PodPlan:
     model: ModelInfo
     layout: KVLayout
     num_blocks: int
-    num_threads: int
+    num_threads: int  # of each of settings.tensor_parallel processes
     speculation: SpeculationPlan
 
     def describe(self) -> str:
@@ -44,6 +46,7 @@ class PodPlan:
         return (
             f"pod_id={self.pod_id} epoch={self.epoch} engine={self.engine} model={self.model.model_id} "
             f"model_dir={self.model_dir} dtype={self.model.dtype} num_threads={self.num_threads} "
+            f"tensor_parallel={self.settings.tensor_parallel} "
             f"cores={self.settings.cores or 'any'} "
             f"block_size={self.layout.block_size} num_blocks={self.num_blocks} kv_mib={kv_mib:.1f} "
             f"max_num_seqs={self.settings.max_num_seqs} max_batched_tokens={self.settings.max_batched_tokens} "
@@ -57,8 +60,11 @@ def resolve(settings: PodSettings, role: str) -> PodPlan:
     """Reads the checkpoint's header, not its weights. Raises StartupError."""
     engine = settings.engine if settings.engine != "auto" else "fake" if settings.model == "fake" else "torch"
     model_dir, model = (None, FAKE_MODEL) if engine == "fake" else _checkpoint(settings)
+    if settings.tensor_parallel > 1:
+        _check_tensor_parallel(settings, model_dir)
     layout = _layout(model, settings.block_size)
     speculation = resolve_speculation(settings, role, model_dir, model)
+    free_bytes = _memory_beside_model(model_dir, model.dtype, settings.tensor_parallel)
     return PodPlan(
         settings=settings,
         pod_id=settings.pod_id or f"{role}-{secrets.token_hex(4)}",
@@ -70,13 +76,9 @@ def resolve(settings: PodSettings, role: str) -> PodPlan:
         model=model,
         layout=layout,
         num_blocks=_num_blocks(
-            settings,
-            model,
-            layout.block_bytes,
-            speculation.block_bytes,
-            _memory_beside_model(model_dir, model.dtype) - speculation.model_bytes,
+            settings, model, layout.block_bytes, speculation.block_bytes, free_bytes - speculation.model_bytes
         ),
-        num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
+        num_threads=max(1, (settings.num_threads or len(os.sched_getaffinity(0))) // settings.tensor_parallel),
         speculation=speculation,
     )
 
@@ -86,6 +88,21 @@ def _checkpoint(settings: PodSettings) -> tuple[Path, ModelInfo]:
         model_dir = resolve_model(settings.model)
         return model_dir, model_info(model_dir, resolve_dtype(settings.dtype))
     except CheckpointError as error:
+        raise StartupError(str(error)) from None
+
+
+def _check_tensor_parallel(settings: PodSettings, model_dir: Path | None) -> None:
+    """Raises StartupError."""
+    if model_dir is None:
+        raise StartupError(f"tensor_parallel = {settings.tensor_parallel}: the fake engine is one process")
+    if settings.transfer_backend != "shm":
+        raise StartupError(
+            f"tensor_parallel = {settings.tensor_parallel}: its processes share the KV memory, "
+            f"so transfer_backend must be shm, not {settings.transfer_backend}"
+        )
+    try:
+        check_tensor_parallel(read_config(model_dir), settings.tensor_parallel)
+    except ValueError as error:
         raise StartupError(str(error)) from None
 
 
@@ -101,9 +118,9 @@ def _layout(model: ModelInfo, block_size: int) -> KVLayout:
     )
 
 
-def _memory_beside_model(model_dir: Path | None, dtype: str) -> int:
+def _memory_beside_model(model_dir: Path | None, dtype: str, num_processes: int) -> int:
     """Bytes; negative when not even the model fits."""
-    needed = estimate_memory_bytes(model_dir, dtype) if model_dir else 0
+    needed = estimate_memory_bytes(model_dir, dtype, num_processes) if model_dir else 0
     return int(psutil.virtual_memory().available) - needed
 
 

@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable
 
 from engine.batch import TokenEvent
-from engine.core import EngineCore
 from kvtransfer.endpoint import KVEndpoint
-from pod.build import build_engine, make_endpoint
+from pod.build import Engine, build_engine, make_endpoint
 from pod.engine_thread import EngineThread
 from pod.errors import StartupError
 from pod.kv_service import SERVICE_NAME as KV_SERVICE_NAME
@@ -30,6 +29,7 @@ from pod.plan import PodPlan
 from pod.registration import Registration
 from pod.role import PodContext, Role
 from pod.self_check import SelfCheck, checked_load
+from pod.team_watch import TeamWatch
 from proto import kv_pb2_grpc, registry_pb2
 from proto.errors import PdserveError, PodUnavailable
 from proto.metrics_server import MetricsServer
@@ -47,7 +47,7 @@ class Pod:
         self,
         plan: PodPlan,
         endpoint: KVEndpoint,
-        core: EngineCore,
+        engine: Engine,
         make_role: Callable[[PodContext], Role],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,7 +57,9 @@ class Pod:
         self.ended = asyncio.Event()  # set by a crash
         self.state: registry_pb2.PodState.ValueType = registry_pb2.POD_STATE_READY
         self.metrics = PodMetrics(self.load)
-        self.engine = EngineThread(core, self._on_events, on_crash=self._on_crash, on_step=self.metrics.step_s.observe)
+        self.engine = EngineThread(
+            engine.core, self._on_events, on_crash=self._on_crash, on_step=self.metrics.step_s.observe
+        )
         self.role = make_role(
             PodContext(
                 plan=plan,
@@ -76,7 +78,8 @@ class Pod:
         self.self_check = SelfCheck(
             self.engine, self.role, self.metrics.invariant_violations.inc, plan.settings.heartbeat_interval_s
         )
-        self._max_model_len = core.max_sequence_tokens
+        self._team = TeamWatch(engine.team, self.engine)
+        self._max_model_len = engine.core.max_sequence_tokens
         self._metrics_port = 0
 
     @classmethod
@@ -86,8 +89,8 @@ class Pod:
         _check_port("--metrics-port", plan.settings.host, plan.settings.metrics_port)
         endpoint = make_endpoint(plan)
         try:
-            core = await asyncio.to_thread(build_engine, plan, endpoint)
-            pod = cls(plan, endpoint, core, make_role)
+            engine = await asyncio.to_thread(build_engine, plan, endpoint)
+            pod = cls(plan, endpoint, engine, make_role)
         except BaseException:
             endpoint.close()
             raise
@@ -124,7 +127,9 @@ class Pod:
         await self.role.close(error or PodUnavailable("this pod has stopped", pod_id=self.plan.pod_id))
         await self.server.stop(STOP_GRACE_S)
         await self.metrics_server.stop()
+        self._team.stop()
         await self.engine.stop()
+        await self._team.close()
         self.endpoint.close()
 
     def load(self) -> registry_pb2.PodLoad:
@@ -159,6 +164,7 @@ class Pod:
     async def _listen(self) -> None:
         settings = self.plan.settings
         self.engine.start()
+        self._team.start()
         self.role.start()
         self.self_check.start()
         self.role.register(self.server.grpc)

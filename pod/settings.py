@@ -39,6 +39,7 @@ class PodSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 where it is native")
     cores: str = Field("", description="cores to run on, such as 0-3,8; empty: any")
     num_threads: int = Field(0, ge=0, description="compute threads; 0: one for each core this process may use")
+    tensor_parallel: int = Field(1, ge=1, le=64, description="processes that share the model, and num_threads")
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block")
     num_blocks: int | None = Field(None, ge=1, description="KV blocks; unset: from kv_memory_bytes")
     kv_memory_bytes: int | None = Field(None, ge=1, description="KV memory; unset: from the model and free memory")

@@ -7,6 +7,7 @@ message a number lies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from engine.shard import WHOLE, Shard
+from engine.tensor_parallel.errors import RankLost
+from kernels.flat_batch import FlatBatch
 
 LOCALHOST = "127.0.0.1"
 
@@ -25,12 +28,16 @@ class Exchange(Protocol):
     @property
     def shard(self) -> Shard: ...
 
+    def announce(self, batch: FlatBatch) -> None:
+        """The first rank tells the others what to compute with it now."""
+        ...
+
     def summed(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' [T, H], in float32 and rounded once. All ranks must call it."""
         ...
 
     def joined(self, part: torch.Tensor, width: int) -> torch.Tensor:
-        """[R, width] from all ranks' columns of it, on the first rank; on the others `part`. All ranks must call it."""
+        """[R, width] from all ranks' words of it, on the first rank; on the others `part`. All ranks must call it."""
         ...
 
 
@@ -38,6 +45,9 @@ class Alone:
     """Of a pod that is one process."""
 
     shard = WHOLE
+
+    def announce(self, batch: FlatBatch) -> None:
+        pass
 
     def summed(self, partial: torch.Tensor) -> torch.Tensor:
         return partial
@@ -50,20 +60,32 @@ ALONE = Alone()
 
 
 class GroupExchange:
-    """Over a process group: gloo, or NCCL between GPUs.
+    """Through a process group: gloo, or NCCL between GPUs. For nothing but `shard` before `connect`.
 
-    A rank that dies fails the others' calls at once, one that is frozen after the group's timeout: RuntimeError.
+    Calls raise RankLost: at once when another rank dies, after the group's timeout when one is frozen.
     """
 
-    def __init__(self, group: Any, shard: Shard) -> None:
-        """`group`: a torch.distributed backend of `shard.size` processes, of which this one is `shard.rank`."""
-        self._group = group
+    def __init__(self, shard: Shard, announce: Callable[[FlatBatch], None] = ALONE.announce) -> None:
         self.shard = shard
+        self.announce = announce
+        self._group: Any = None
+
+    def connect(self, store_file: Path, device: torch.device, timeout_s: float) -> None:
+        """Returns when all ranks are connected; then and in every exchange nobody waits longer than `timeout_s`.
+
+        They find each other through `store_file`, which is not needed any more afterwards. The group is no default
+        group of the process: one process may be part of several.
+        """
+        try:
+            self._group = _make_group(store_file, self.shard, device, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._wait(self._group.barrier)
 
     def summed(self, partial: torch.Tensor) -> torch.Tensor:
         size, (rows, columns) = self.shard.size, partial.shape
         every = partial.new_empty((size * rows, columns))
-        self._group._allgather_base(every, partial.contiguous()).wait()
+        self._wait(lambda: self._group._allgather_base(every, partial.contiguous()))
         first, *others = every.view(size, rows, columns)
         total: torch.Tensor = first.float()
         for other in others:
@@ -73,35 +95,39 @@ class GroupExchange:
     def joined(self, part: torch.Tensor, width: int) -> torch.Tensor:
         shard = self.shard
         if shard.rank > 0:
-            self._group.send([part.contiguous()], 0, shard.rank).wait()
+            self._wait(lambda: self._group.send([part.contiguous()], 0, shard.rank))
             return part
         whole = part.new_empty((part.shape[0], width))
         whole[:, : part.shape[1]] = part
         for rank in range(1, shard.size):
-            columns = Shard(rank, shard.size).part(width)
-            received = part.new_empty((part.shape[0], len(columns)))
-            self._group.recv([received], rank, rank).wait()
-            whole[:, columns.start : columns.stop] = received
+            words = Shard(rank, shard.size).words(width)
+            whole[:, words.start : words.stop] = self._received(rank, part.new_empty((part.shape[0], len(words))))
         return whole
 
+    def _received(self, rank: int, into: torch.Tensor) -> torch.Tensor:
+        self._wait(lambda: self._group.recv([into], rank, rank))
+        return into
 
-def connect(store_file: Path, shard: Shard, device: torch.device, timeout_s: float) -> GroupExchange:
-    """Returns when all ranks have called it; then and in every exchange nobody waits longer than `timeout_s`.
+    def _wait(self, post: Callable[[], Any]) -> None:
+        try:
+            post().wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
-    The ranks find each other through `store_file`, which none of them may have used before. Raises RuntimeError. The
-    group is no default group of the process: one process may be part of several.
-    """
+    def _lost(self, error: RuntimeError) -> RankLost:
+        return RankLost(f"rank {self.shard.rank} of {self.shard.size}: {str(error).splitlines()[0]}")
+
+
+def _make_group(store_file: Path, shard: Shard, device: torch.device, timeout: timedelta) -> Any:
     distributed: Any = dist  # most of whose names are not declared
     store = distributed.FileStore(str(store_file), shard.size)
-    timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
-        nccl = distributed.ProcessGroupNCCL
-        options = nccl.Options()
+        options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return GroupExchange(nccl(store, shard.rank, shard.size, options), shard)
+        return distributed.ProcessGroupNCCL(store, shard.rank, shard.size, options)
     gloo = distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=LOCALHOST)]
     options._threads = 1
-    return GroupExchange(gloo(store, shard.rank, shard.size, options), shard)
+    return gloo(store, shard.rank, shard.size, options)

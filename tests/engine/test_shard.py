@@ -22,7 +22,7 @@ def ranks(size: int) -> list[Shard]:
 
 @given(st.integers(1, 9), st.integers(9, 3000))
 def test_parts_and_columns_cover_everything_once(size: int, count: int) -> None:
-    for split in (Shard.part, Shard.columns):
+    for split in (Shard.part, Shard.columns, Shard.words):
         shares = [split(shard, count) for shard in ranks(size)]
         assert list(chain(*shares)) == list(range(count))
         assert all(shares)

@@ -19,6 +19,7 @@ from engine.model_config import read_config
 from engine.runner import flatten
 from engine.shard import Shard
 from engine.weights import load_weights
+from kernels.flat_batch import FlatBatch
 from tests.engine.tiny_families import RECIPES, WINDOW, make_family
 from tests.engine.tiny_llama import BLOCK_SIZE, OurModel, random_ids, scheduled
 
@@ -49,6 +50,9 @@ class ThreadExchange:
         self._meeting = meeting
         self.shard = shard
         self.sums: list[torch.Tensor] = []
+
+    def announce(self, batch: FlatBatch) -> None:
+        """All threads have it."""
 
     def summed(self, partial: torch.Tensor) -> torch.Tensor:
         self.sums.append(torch.stack(self._meeting.every(self.shard.rank, partial)).sum(0))

@@ -79,7 +79,8 @@ def test_colocated_has_no_prefill_pods() -> None:
 
 
 def test_pods_accept_their_flags() -> None:
-    argv = ("--dtype", "float32", "--kv-memory", "64MiB", "--max-num-seqs", "8", "--max-batched-tokens", "96")
+    sizes = ("--max-num-seqs", "8", "--max-batched-tokens", "96", "--tensor-parallel", "2")
+    argv = ("--dtype", "float32", "--kv-memory", "64MiB", *sizes)
     for name in ("prefill-0", "decode-0"):
         settings = loaded(by_name(plan(*argv, threads=3))[name])
         assert (settings.host, settings.port, settings.pod_id) == ("127.0.0.1", 0, name)
@@ -87,7 +88,7 @@ def test_pods_accept_their_flags() -> None:
         assert settings.runtime_dir == Path("/run/pdserve/kv")
         assert (settings.model, settings.engine, settings.dtype) == ("/models/smol", "torch", "float32")
         assert (settings.kv_memory_bytes, settings.num_threads) == (64 << 20, 3)
-        assert (settings.max_num_seqs, settings.max_batched_tokens) == (8, 96)
+        assert (settings.max_num_seqs, settings.max_batched_tokens, settings.tensor_parallel) == (8, 96, 2)
 
 
 def test_decode_pods_alone_are_told_to_speculate() -> None:
@@ -107,7 +108,9 @@ def test_router_and_gateway_accept_their_flags() -> None:
 
 def test_unset_options_are_left_to_the_pod() -> None:
     command = by_name(plan())["decode-0"].command
-    assert not {"--dtype", "--kv-memory-bytes", "--max-num-seqs", "--max-batched-tokens"} & set(command)
+    assert not {"--dtype", "--kv-memory-bytes", "--max-num-seqs", "--max-batched-tokens", "--tensor-parallel"} & set(
+        command
+    )
 
 
 def test_pods_in_a_shared_registry_name_themselves() -> None:

@@ -1,0 +1,50 @@
+"""Ends a tensor-parallel pod with the first of its processes that dies, whether or not it computes then."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from engine.core import EngineCore
+from engine.tensor_parallel.errors import RankLost
+from pod.engine_thread import EngineThread
+
+if TYPE_CHECKING:
+    from engine.tensor_parallel.team import Team  # loads torch
+
+
+class TeamWatch:
+    """Start on the running loop. Without a team it does nothing."""
+
+    def __init__(self, team: Team | None, engine: EngineThread) -> None:
+        self._team = team
+        self._engine = engine
+        self._watched: dict[int, int] = {}  # pid -> its descriptor, which becomes readable when the process ends
+
+    def start(self) -> None:
+        for pid in self._team.pids if self._team else ():
+            self._watched[pid] = os.pidfd_open(pid)
+            asyncio.get_running_loop().add_reader(self._watched[pid], self._on_death, pid)
+
+    def stop(self) -> None:
+        for pid in list(self._watched):
+            self._unwatch(pid)
+
+    async def close(self) -> None:
+        """Ends the processes; nothing may compute any more."""
+        if self._team:
+            await asyncio.to_thread(self._team.close)
+
+    def _on_death(self, pid: int) -> None:
+        self._unwatch(pid)
+
+        def fail(_: EngineCore) -> None:
+            raise RankLost(f"process {pid} of this pod has ended")
+
+        self._engine.post(fail)
+
+    def _unwatch(self, pid: int) -> None:
+        descriptor = self._watched.pop(pid)
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
