@@ -60,6 +60,15 @@ bench-transfer: $(RUN_STAMP) ## KV transfer as a ratio of memcpy
 bench-linear: $(RUN_STAMP) ## the CPU's linear layers as a ratio of a read and of torch
 	@exec $(PY) -m bench.kernels.bench_linear $(ARGS)
 
+.PHONY: bench-peers
+bench-peers: $(RUN_STAMP) ## get vLLM and llama.cpp for bench-engine: make bench-peers DIR=/some/where
+	@$(if $(DIR),,echo "error: say where to: make bench-peers DIR=/some/where" >&2; exit 2)
+	@exec $(PY) -m bench.engine.peers $(DIR) $(ARGS)
+
+.PHONY: bench-engine
+bench-engine: $(WARM_STAMP) ## the whole path against vLLM and llama.cpp: make bench-engine ARGS="--peers DIR"
+	@exec $(PY) -m bench.engine.bench_engine $(ARGS)
+
 .PHONY: proto
 proto: $(TEST_STAMP) ## generate the Python of proto/*.proto
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m proto.generate

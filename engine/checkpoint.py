@@ -55,7 +55,7 @@ def resolve_model(name_or_path: str, progress: ProgressCallback | None = None) -
     report = progress or (lambda _stage, _fraction: None)
     path = Path(name_or_path).expanduser()
     if name_or_path in MODEL_PACKAGES:
-        return _converted(_packaged_gguf(name_or_path), name_or_path, report)
+        return _converted(packaged_gguf(name_or_path), name_or_path, report)
     if path.is_dir():
         return _checked_directory(path.resolve())
     if path.is_file():
@@ -144,7 +144,7 @@ def _checked_directory(path: Path) -> Path:
     return path
 
 
-def _packaged_gguf(name: str) -> Path:
+def packaged_gguf(name: str) -> Path:
     """The GGUF file of an installed package, found without importing it (its dependencies are not installed)."""
     distribution, module = MODEL_PACKAGES[name]
     spec = importlib.util.find_spec(module)

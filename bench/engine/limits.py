@@ -1,0 +1,58 @@
+"""What this machine can do at best, measured beside the servers: `python -m bench.engine.limits --threads 2`, a Worker.
+
+read_s: the time to read as many bytes as the default model's linears and head have in bfloat16 (the fastest of some
+sums over them: other work may slow one). matmul_flops: of torch on a prefill's shape, in bfloat16 where the processor
+multiplies it in tiles (AMX), else in float32, which is then what is computed in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engine.worker import answer_lines
+
+READ_BYTES = 269_000_000
+ROWS, COLUMNS, DEPTH = 1024, 1536, 576
+REPEATS = 7
+
+
+def matmul_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> torch.dtype:
+    return torch.bfloat16 if "amx_bf16" in cpuinfo.read_text().split() else torch.float32
+
+
+def best_s(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, required=True)
+    torch.set_num_threads(parser.parse_args().threads)
+    words = torch.ones(READ_BYTES // 4)
+    x = torch.randn(ROWS, DEPTH, dtype=matmul_dtype())
+    weights = torch.randn(COLUMNS, DEPTH, dtype=matmul_dtype())
+    flops = 2.0 * ROWS * COLUMNS * DEPTH
+
+    def measure(_request: dict[str, Any]) -> dict[str, float]:
+        return {
+            "limits.read_s": best_s(words.sum),
+            "limits.matmul_flops": flops / best_s(lambda: torch.nn.functional.linear(x, weights)),
+        }
+
+    with torch.inference_mode():
+        answer_lines(measure)
+
+
+if __name__ == "__main__":
+    main()
