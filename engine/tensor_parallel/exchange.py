@@ -115,7 +115,8 @@ class GroupExchange:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> RankLost:
-        return RankLost(f"rank {self.shard.rank} of {self.shard.size}: {str(error).splitlines()[0]}")
+        reason = str(error).partition(". This is")[0]  # gloo adds advice on how to debug itself
+        return RankLost(f"rank {self.shard.rank} of {self.shard.size}: {reason}")
 
 
 def _make_group(store_file: Path, shard: Shard, device: torch.device, timeout: timedelta) -> Any:

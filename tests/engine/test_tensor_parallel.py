@@ -91,7 +91,7 @@ def test_a_batch_survives_the_wire() -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama 2", 4), ("qwen3-moe", 2), ("gemma 2", 2)])
+@pytest.mark.parametrize(("name", "size"), [("llama 2", 4), ("qwen3-moe", 2)])
 def test_answers_and_kv_are_those_of_one_process(name: str, size: int, tmp_path: Path) -> None:
     """And the same bytes at each run."""
     make_family(tmp_path, name)
@@ -127,18 +127,23 @@ def tiny(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_killed_rank_fails_the_engine(tiny: Path) -> None:
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_frozen_rank_fails_the_engine(
+    death: signal.Signals, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, or after the time that a rank may be behind."""
+    monkeypatch.setattr("engine.tensor_parallel.team.EXCHANGE_TIMEOUT_S", 5.0)
     with pod(tiny, 2) as (runner, team, _):
         core = EngineCore(runner, EngineConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS))
         params = SamplingParams(temperature=0.0, max_tokens=50)
         core.add(SequenceSpec(sequence_id="s", prompt_ids=tuple(random_ids(5)), params=params))
         core.step()
-        os.kill(team.pids[0], signal.SIGKILL)
+        os.kill(team.pids[0], death)
         began = time.monotonic()
         with pytest.raises(EngineFailed, match="RankLost: rank") as failure:
             core.step()
         assert failure.value.sequence_ids == ("s",)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 20
 
 
 def test_a_rank_that_cannot_load_is_named(tiny: Path) -> None:
