@@ -74,7 +74,8 @@ class ModelInfo:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str
+    dtype: str  # of activations
+    kv_dtype: str  # of the KV cache: the same, or int8 or fp8
 
 
 class Runner(Protocol):

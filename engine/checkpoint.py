@@ -22,7 +22,8 @@ from pathlib import Path
 from engine.batch import ModelInfo
 from engine.config_fields import CheckpointError, read_json
 from engine.gguf_convert import CONVERTER_VERSION, ProgressCallback, convert
-from engine.model_config import ModelConfig, read_config
+from engine.kv_format import QUANTISED_KV_DTYPES
+from engine.model_config import read_config
 from engine.safetensors_file import read_header, sampled_digest, shard_files
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "ProgressCallback",
     "cache_dir",
     "estimate_memory_bytes",
-    "kv_bytes_per_token",
     "model_info",
     "resolve_dtype",
     "resolve_model",
@@ -68,8 +68,9 @@ def resolve_model(name_or_path: str, progress: ProgressCallback | None = None) -
     raise CheckpointError(f"model {name_or_path!r}: no such directory or file, and the known names are: {known}")
 
 
-def model_info(model_dir: Path, dtype: str) -> ModelInfo:
-    """What pods and engine need to know; `dtype` is resolved already. Raises CheckpointError."""
+def model_info(model_dir: Path, dtype: str, *, kv_dtype: str = "auto") -> ModelInfo:
+    """What pods and engine need to know; `dtype` is resolved already, `kv_dtype` "auto" is the same. Raises
+    CheckpointError."""
     config = read_config(model_dir)
     return ModelInfo(
         model_id=_model_id(model_dir),
@@ -81,6 +82,7 @@ def model_info(model_dir: Path, dtype: str) -> ModelInfo:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
+        kv_dtype=_resolve_kv_dtype(kv_dtype, dtype),
     )
 
 
@@ -107,6 +109,12 @@ def resolve_dtype(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return "bfloat16" if flags & NATIVE_BFLOAT16_FLAGS else "float32"
 
 
+def _resolve_kv_dtype(name: str, dtype: str) -> str:
+    if name not in ("auto", *QUANTISED_KV_DTYPES):
+        raise CheckpointError(f"kv_dtype {name!r}: must be auto, {' or '.join(QUANTISED_KV_DTYPES)}")
+    return dtype if name == "auto" else name
+
+
 def estimate_memory_bytes(model_dir: Path, dtype: str, num_processes: int = 1) -> int:
     """Memory of one pod without its KV cache: weights, rotary tables and the processes themselves.
 
@@ -118,10 +126,6 @@ def estimate_memory_bytes(model_dir: Path, dtype: str, num_processes: int = 1) -
     num_tables = len({layer.rope for layer in config.layers})
     rotary_bytes = num_tables * 4 * config.max_model_len * config.head_dim
     return weight_bytes + num_processes * (rotary_bytes + PROCESS_BYTES)
-
-
-def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPES[dtype]
 
 
 def cache_dir() -> Path:

@@ -109,7 +109,7 @@ class EngineCore:
             self._blocks,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
-            model_key=f"{model.model_id}@{model.weights_revision}/{model.dtype}",
+            model_key=f"{model.model_id}@{model.weights_revision}/{model.dtype}/{model.kv_dtype}",
             speculator=self._speculator,
         )
         self._times: dict[str, _Times] = {}

@@ -55,6 +55,7 @@ FAKE_MODEL = ModelInfo(
     num_kv_heads=1,
     head_dim=1,
     dtype="int64",
+    kv_dtype="int64",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batch import BlockCopy, ModelInfo
+from engine.kv_format import QUANTISED_KV_DTYPES, SCALE_BYTES, kv_block_bytes, layer_format
 from engine.weights import TORCH_DTYPES
 from kernels.block_copy import copy_blocks
 from kernels.kv_cache import PagedKV
+
+_TORCH_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,12 +35,23 @@ class KVCache:
 
 
 def kv_cache(kv_memory: NDArray[np.uint8], model: ModelInfo, block_size: int) -> KVCache:
-    """[N, L, 2, Hkv, block_size, D] over `kv_memory`. Raises ValueError unless it is a whole number of blocks."""
-    block_shape = (model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
-    dtype = TORCH_DTYPES[model.dtype]
-    block_bytes = int(np.prod(block_shape, dtype=np.int64)) * dtype.itemsize
+    """The cache over `kv_memory`, as engine/kv_format.py lays it out. Raises ValueError unless it is whole blocks."""
+    block_bytes = kv_block_bytes(model, block_size)
     if kv_memory.size == 0 or kv_memory.size % block_bytes:
         raise ValueError(f"kv_memory has {kv_memory.size} bytes: must be a multiple of a block's {block_bytes}")
     blocks = torch.from_numpy(kv_memory).view(-1, block_bytes)
-    kv = blocks.view(dtype).view(-1, *block_shape)
-    return KVCache(blocks, tuple(PagedKV(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(model.num_layers)))
+    by_layer = blocks.view(len(blocks), model.num_layers, -1).unbind(1)
+    return KVCache(blocks, tuple(_layer(memory, model, block_size) for memory in by_layer))
+
+
+def _layer(memory: torch.Tensor, model: ModelInfo, block_size: int) -> PagedKV:
+    """memory: uint8 [N, layer's bytes], one layer of every block."""
+    slots = (2, model.num_kv_heads, block_size)
+    offset = layer_format(model, block_size).scales_offset
+    num_elements = math.prod(slots) * model.head_dim
+    dtype = _TORCH_DTYPES[model.kv_dtype]
+    k, v = memory[:, : num_elements * dtype.itemsize].view(dtype).view(-1, *slots, model.head_dim).unbind(1)
+    if model.kv_dtype not in QUANTISED_KV_DTYPES:
+        return PagedKV(k, v)
+    scales = memory[:, offset : offset + math.prod(slots) * SCALE_BYTES].view(torch.float32).view(-1, *slots)
+    return PagedKV(k, v, *scales.unbind(1))

@@ -24,8 +24,8 @@ from kernels.flat_batch import FlatBatch
 class TorchRunner:
     """An `engine.batch.Runner` on the CPU; belongs to the one thread that calls `execute`.
 
-    Borrows `kv_memory`, uint8 [num_bytes], as its KV cache [N, L, 2, Hkv, block_size, D] of `dtype`. `exchange` is the
-    first rank's of a tensor-parallel pod, whose other ranks compute what it announces. Raises CheckpointError for the
+    Borrows `kv_memory`, uint8 [num_bytes], as its KV cache (engine/kv_format.py). `exchange` is the first rank's of a
+    tensor-parallel pod, whose other ranks compute what it announces. Raises CheckpointError for the
     model, ValueError for a memory that is not a whole number of blocks.
     """
 
@@ -36,10 +36,11 @@ class TorchRunner:
         kv_memory: NDArray[np.uint8],
         block_size: int,
         dtype: str,
+        kv_dtype: str = "auto",
         num_threads: int,
         exchange: Exchange = ALONE,
     ) -> None:
-        self._model_info = model_info(model_dir, dtype)
+        self._model_info = model_info(model_dir, dtype, kv_dtype=kv_dtype)
         self._block_size = block_size
         self._num_threads = num_threads
         self._kv = kv_cache(kv_memory, self._model_info, block_size)

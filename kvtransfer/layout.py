@@ -1,7 +1,8 @@
 """The shape of a pod's KV cache, and the fingerprint by which two pods know that they can exchange blocks.
 
-A block-major cache is one array [block, layer, k/v, kv_head, token in block, dim]: a block's KV of all layers is
-contiguous, so a block moves with one descriptor.
+A block-major cache is one array of blocks, and a block its layers one after the other, of equally many bytes: K and V,
+[k/v, kv_head, token in block, dim], and their scales, when they are quantised. So a block, or any range of its layers,
+moves with one descriptor, whatever is in it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from dataclasses import asdict, dataclass, fields
 
 from proto import kv_pb2
 
-LAYOUT_VERSION = 1
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+LAYOUT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,30 +26,29 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: str
+    dtype: str  # of activations: unlike ones give unlike KV
+    kv_dtype: str  # of what a block holds
+    block_bytes: int
     tp_size: int = 1
     tp_rank: int = 0
     memory_order: str = "block_major"
     layout_version: int = LAYOUT_VERSION
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "tp_size"):
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "block_bytes", "tp_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"KVLayout.{name} = {getattr(self, name)}: must be at least 1")
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"KVLayout.dtype = {self.dtype!r}: must be one of {', '.join(DTYPE_BYTES)}")
+        for name in ("dtype", "kv_dtype"):
+            if not getattr(self, name):
+                raise ValueError(f"KVLayout.{name} = '': must be named")
+        if self.block_bytes % self.num_layers:
+            raise ValueError(
+                f"KVLayout.block_bytes = {self.block_bytes}: must be a multiple of num_layers {self.num_layers}"
+            )
         if not 0 <= self.tp_rank < self.tp_size:
             raise ValueError(f"KVLayout.tp_rank = {self.tp_rank}: must be below tp_size {self.tp_size}")
         if self.memory_order != "block_major":
             raise ValueError(f"KVLayout.memory_order = {self.memory_order!r}: must be 'block_major'")
-
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
-
-    @property
-    def block_bytes(self) -> int:
-        return self.bytes_per_token * self.block_size
 
     @property
     def fingerprint(self) -> str:

@@ -37,6 +37,7 @@ class StackSettings(Settings):
         "torch", description="fake needs no model; its answers can be computed by hand"
     )
     dtype: Literal["auto", "float32", "bfloat16"] | None = Field(None, description="auto: bfloat16 where it is native")
+    kv_dtype: Literal["auto", "int8", "fp8"] | None = Field(None, description="of the KV cache; auto: as dtype")
     kv_memory: ByteSize | None = Field(None, gt=0, description="KV cache of each pod, such as 512MiB")
     max_num_seqs: int | None = Field(None, ge=1, description="sequences a pod runs at once")
     max_batched_tokens: int | None = Field(None, ge=1, description="tokens a pod computes in one step")

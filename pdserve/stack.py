@@ -105,6 +105,7 @@ def _pod(plan: Plan, role: str, index: int, cores: str) -> ProcessSpec:
         # In a shared registry another stack may have a pod of the same number: there pods draw their own names.
         "pod-id": f"{role}-{index}" if plan.registry_binary else None,
         "dtype": settings.dtype,
+        "kv-dtype": settings.kv_dtype,
         "tensor-parallel": settings.tensor_parallel,
         "kv-memory-bytes": None if settings.kv_memory is None else int(settings.kv_memory),
         "max-num-seqs": settings.max_num_seqs,

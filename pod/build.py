@@ -106,6 +106,7 @@ def _torch_runner(plan: PodPlan, model_dir: Path, endpoint: KVEndpoint, undo: Ex
         kv_memory=endpoint.kv_memory,
         block_size=plan.layout.block_size,
         dtype=plan.model.dtype,
+        kv_dtype=plan.settings.kv_dtype,
         num_threads=plan.num_threads,
         exchange=team.exchange if team else ALONE,
     )
@@ -124,6 +125,7 @@ def _team(plan: PodPlan, model_dir: Path, endpoint: KVEndpoint, undo: ExitStack)
             plan.settings.tensor_parallel,
             model_dir=model_dir,
             dtype=plan.model.dtype,
+            kv_dtype=plan.settings.kv_dtype,
             block_size=plan.layout.block_size,
             num_threads=plan.num_threads,
             kv_fd=endpoint.kv_file,

@@ -13,6 +13,7 @@ import psutil
 from engine.batch import ModelInfo
 from engine.checkpoint import CheckpointError, estimate_memory_bytes, model_info, resolve_dtype, resolve_model
 from engine.fake import FAKE_MODEL
+from engine.kv_format import kv_block_bytes
 from engine.model_config import read_config
 from engine.shard import check_tensor_parallel
 from kvtransfer.layout import KVLayout
@@ -45,8 +46,8 @@ class PodPlan:
         kv_mib = self.num_blocks * self.layout.block_bytes / 2**20
         return (
             f"pod_id={self.pod_id} epoch={self.epoch} engine={self.engine} model={self.model.model_id} "
-            f"model_dir={self.model_dir} dtype={self.model.dtype} num_threads={self.num_threads} "
-            f"tensor_parallel={self.settings.tensor_parallel} "
+            f"model_dir={self.model_dir} dtype={self.model.dtype} kv_dtype={self.model.kv_dtype} "
+            f"num_threads={self.num_threads} tensor_parallel={self.settings.tensor_parallel} "
             f"cores={self.settings.cores or 'any'} "
             f"block_size={self.layout.block_size} num_blocks={self.num_blocks} kv_mib={kv_mib:.1f} "
             f"max_num_seqs={self.settings.max_num_seqs} max_batched_tokens={self.settings.max_batched_tokens} "
@@ -86,7 +87,7 @@ def resolve(settings: PodSettings, role: str) -> PodPlan:
 def _checkpoint(settings: PodSettings) -> tuple[Path, ModelInfo]:
     try:
         model_dir = resolve_model(settings.model)
-        return model_dir, model_info(model_dir, resolve_dtype(settings.dtype))
+        return model_dir, model_info(model_dir, resolve_dtype(settings.dtype), kv_dtype=settings.kv_dtype)
     except CheckpointError as error:
         raise StartupError(str(error)) from None
 
@@ -115,6 +116,8 @@ def _layout(model: ModelInfo, block_size: int) -> KVLayout:
         head_dim=model.head_dim,
         block_size=block_size,
         dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
+        block_bytes=kv_block_bytes(model, block_size),
     )
 
 

@@ -10,12 +10,11 @@ from engine.block_manager import Generations
 from engine.checkpoint import (
     CheckpointError,
     estimate_memory_bytes,
-    kv_bytes_per_token,
     model_info,
     resolve_model,
 )
 from engine.fake import FakeProposer
-from engine.model_config import read_config
+from engine.kv_format import kv_block_bytes
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
 from engine.speculation.vocabulary import check_same_vocabulary
@@ -50,11 +49,12 @@ def resolve_speculation(settings: PodSettings, role: str, model_dir: Path | None
     try:
         draft_dir = resolve_model(settings.draft_model)
         check_same_vocabulary(model_dir, draft_dir)
+        draft = model_info(draft_dir, model.dtype)
         return SpeculationPlan(
             kind="draft",
             draft_dir=draft_dir,
-            draft=model_info(draft_dir, model.dtype),
-            block_bytes=settings.block_size * kv_bytes_per_token(read_config(draft_dir), model.dtype),
+            draft=draft,
+            block_bytes=kv_block_bytes(draft, settings.block_size),
             model_bytes=estimate_memory_bytes(draft_dir, model.dtype),
         )
     except CheckpointError as error:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto import common_pb2 as proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0eproto/kv.proto\x12\npdserve.v1\x1a\x12proto/common.proto\"\xfa\x01\n\x08KVLayout\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x18\n\x10weights_revision\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\x05\x12\x10\n\x08head_dim\x18\x05 \x01(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\x05\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0f\n\x07tp_size\x18\x08 \x01(\x05\x12\x0f\n\x07tp_rank\x18\t \x01(\x05\x12\x14\n\x0cmemory_order\x18\n \x01(\t\x12\x16\n\x0elayout_version\x18\x0b \x01(\x05\x12\x13\n\x0b\x66ingerprint\x18\x0c \x01(\t\"0\n\x08\x42lockRef\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\x05\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"[\n\nLayerGroup\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\x05\x12\x12\n\nnum_layers\x18\x02 \x01(\x05\x12$\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x14.pdserve.v1.BlockRef\":\n\x08KVSource\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x99\x02\n\tKVHandoff\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x15\n\rsource_pod_id\x18\x02 \x01(\t\x12\x14\n\x0csource_epoch\x18\x03 \x01(\t\x12\x16\n\x0esource_address\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12&\n\x06groups\x18\x06 \x03(\x0b\x32\x16.pdserve.v1.LayerGroup\x12\x12\n\nnum_tokens\x18\x07 \x01(\x05\x12,\n\x0b\x66irst_token\x18\x08 \x01(\x0b\x32\x17.pdserve.v1.TokenOutput\x12\x10\n\x08lease_id\x18\t \x01(\t\x12\x1a\n\x12lease_remaining_ms\x18\n \x01(\r\"\xb8\x01\n\x11LeaseNotification\x12\x34\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32$.pdserve.v1.LeaseNotification.Action\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x13\n\x0bowner_epoch\x18\x03 \x01(\t\"F\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x41\x43TION_RELEASE\x10\x01\x12\x10\n\x0c\x41\x43TION_RENEW\x10\x02\"\x19\n\x17GetAgentMetadataRequest\"\xee\x01\n\x18GetAgentMetadataResponse\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x12\n\nagent_name\x18\x03 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x04 \x01(\x0c\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x17\n\x0fkv_base_address\x18\x06 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\x12\x1f\n\x17generation_base_address\x18\x08 \x01(\x04\x12\x12\n\nnum_blocks\x18\t \x01(\r2k\n\nKVTransfer\x12]\n\x10GetAgentMetadata\x12#.pdserve.v1.GetAgentMetadataRequest\x1a$.pdserve.v1.GetAgentMetadataResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0eproto/kv.proto\x12\npdserve.v1\x1a\x12proto/common.proto\"\xa1\x02\n\x08KVLayout\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x18\n\x10weights_revision\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\x05\x12\x10\n\x08head_dim\x18\x05 \x01(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\x05\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x10\n\x08kv_dtype\x18\r \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x0e \x01(\x04\x12\x0f\n\x07tp_size\x18\x08 \x01(\x05\x12\x0f\n\x07tp_rank\x18\t \x01(\x05\x12\x14\n\x0cmemory_order\x18\n \x01(\t\x12\x16\n\x0elayout_version\x18\x0b \x01(\x05\x12\x13\n\x0b\x66ingerprint\x18\x0c \x01(\t\"0\n\x08\x42lockRef\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\x05\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"[\n\nLayerGroup\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\x05\x12\x12\n\nnum_layers\x18\x02 \x01(\x05\x12$\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x14.pdserve.v1.BlockRef\":\n\x08KVSource\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x99\x02\n\tKVHandoff\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x15\n\rsource_pod_id\x18\x02 \x01(\t\x12\x14\n\x0csource_epoch\x18\x03 \x01(\t\x12\x16\n\x0esource_address\x18\x04 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12&\n\x06groups\x18\x06 \x03(\x0b\x32\x16.pdserve.v1.LayerGroup\x12\x12\n\nnum_tokens\x18\x07 \x01(\x05\x12,\n\x0b\x66irst_token\x18\x08 \x01(\x0b\x32\x17.pdserve.v1.TokenOutput\x12\x10\n\x08lease_id\x18\t \x01(\t\x12\x1a\n\x12lease_remaining_ms\x18\n \x01(\r\"\xb8\x01\n\x11LeaseNotification\x12\x34\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32$.pdserve.v1.LeaseNotification.Action\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x13\n\x0bowner_epoch\x18\x03 \x01(\t\"F\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x41\x43TION_RELEASE\x10\x01\x12\x10\n\x0c\x41\x43TION_RENEW\x10\x02\"\x19\n\x17GetAgentMetadataRequest\"\xee\x01\n\x18GetAgentMetadataResponse\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x12\n\nagent_name\x18\x03 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x04 \x01(\x0c\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.KVLayout\x12\x17\n\x0fkv_base_address\x18\x06 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\x12\x1f\n\x17generation_base_address\x18\x08 \x01(\x04\x12\x12\n\nnum_blocks\x18\t \x01(\r2k\n\nKVTransfer\x12]\n\x10GetAgentMetadata\x12#.pdserve.v1.GetAgentMetadataRequest\x1a$.pdserve.v1.GetAgentMetadataResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_KVLAYOUT']._serialized_start=51
-  _globals['_KVLAYOUT']._serialized_end=301
-  _globals['_BLOCKREF']._serialized_start=303
-  _globals['_BLOCKREF']._serialized_end=351
-  _globals['_LAYERGROUP']._serialized_start=353
-  _globals['_LAYERGROUP']._serialized_end=444
-  _globals['_KVSOURCE']._serialized_start=446
-  _globals['_KVSOURCE']._serialized_end=504
-  _globals['_KVHANDOFF']._serialized_start=507
-  _globals['_KVHANDOFF']._serialized_end=788
-  _globals['_LEASENOTIFICATION']._serialized_start=791
-  _globals['_LEASENOTIFICATION']._serialized_end=975
-  _globals['_LEASENOTIFICATION_ACTION']._serialized_start=905
-  _globals['_LEASENOTIFICATION_ACTION']._serialized_end=975
-  _globals['_GETAGENTMETADATAREQUEST']._serialized_start=977
-  _globals['_GETAGENTMETADATAREQUEST']._serialized_end=1002
-  _globals['_GETAGENTMETADATARESPONSE']._serialized_start=1005
-  _globals['_GETAGENTMETADATARESPONSE']._serialized_end=1243
-  _globals['_KVTRANSFER']._serialized_start=1245
-  _globals['_KVTRANSFER']._serialized_end=1352
+  _globals['_KVLAYOUT']._serialized_end=340
+  _globals['_BLOCKREF']._serialized_start=342
+  _globals['_BLOCKREF']._serialized_end=390
+  _globals['_LAYERGROUP']._serialized_start=392
+  _globals['_LAYERGROUP']._serialized_end=483
+  _globals['_KVSOURCE']._serialized_start=485
+  _globals['_KVSOURCE']._serialized_end=543
+  _globals['_KVHANDOFF']._serialized_start=546
+  _globals['_KVHANDOFF']._serialized_end=827
+  _globals['_LEASENOTIFICATION']._serialized_start=830
+  _globals['_LEASENOTIFICATION']._serialized_end=1014
+  _globals['_LEASENOTIFICATION_ACTION']._serialized_start=944
+  _globals['_LEASENOTIFICATION_ACTION']._serialized_end=1014
+  _globals['_GETAGENTMETADATAREQUEST']._serialized_start=1016
+  _globals['_GETAGENTMETADATAREQUEST']._serialized_end=1041
+  _globals['_GETAGENTMETADATARESPONSE']._serialized_start=1044
+  _globals['_GETAGENTMETADATARESPONSE']._serialized_end=1282
+  _globals['_KVTRANSFER']._serialized_start=1284
+  _globals['_KVTRANSFER']._serialized_end=1391
 # @@protoc_insertion_point(module_scope)

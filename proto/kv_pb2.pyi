@@ -33,6 +33,8 @@ class KVLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     TP_SIZE_FIELD_NUMBER: _builtins.int
     TP_RANK_FIELD_NUMBER: _builtins.int
     MEMORY_ORDER_FIELD_NUMBER: _builtins.int
@@ -47,11 +49,15 @@ class KVLayout(_message.Message):
     block_size: _builtins.int
     """tokens a block"""
     dtype: _builtins.str
-    """"bfloat16", "float32", ..."""
+    """of activations: "bfloat16", "float32", ..."""
+    kv_dtype: _builtins.str
+    """of the cache: likewise, or "int8", "fp8" """
+    block_bytes: _builtins.int
+    """of all layers"""
     tp_size: _builtins.int
     tp_rank: _builtins.int
     memory_order: _builtins.str
-    """"block_major": [block, layer, k/v, kv_head, token, dim]"""
+    """"block_major": [block, layer, (k/v, kv_head, token, dim), then scales if quantised]"""
     layout_version: _builtins.int
     fingerprint: _builtins.str
     """hash of all of the above"""
@@ -65,6 +71,8 @@ class KVLayout(_message.Message):
         head_dim: _builtins.int = ...,
         block_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        kv_dtype: _builtins.str = ...,
+        block_bytes: _builtins.int = ...,
         tp_size: _builtins.int = ...,
         tp_rank: _builtins.int = ...,
         memory_order: _builtins.str = ...,
@@ -73,7 +81,7 @@ class KVLayout(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "layout_version", b"layout_version", "memory_order", b"memory_order", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights_revision", b"weights_revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "dtype", b"dtype", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "memory_order", b"memory_order", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights_revision", b"weights_revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,7 +38,7 @@ class RoutingRequest:
     deadline: float | None = None  # of the first token, on the clock of `now`
     excluded: frozenset[PodKey] = frozenset()  # pods that failed an earlier attempt of this request
     busy: frozenset[PodKey] = frozenset()  # pods that have just refused it for lack of room
-    computes: tuple[str, str, str] | None = None  # a replay stays on pods with these model, weights and dtype
+    computes: tuple[str, str, str, str] | None = None  # a replay stays on pods of these model, weights, dtypes
 
 
 class PrefixView(Protocol):

@@ -82,10 +82,10 @@ class PodView:
         return -(-num_tokens // self.block_size)
 
     @property
-    def computes(self) -> tuple[str, str, str]:
-        """Model, weights and dtype: pods that agree in these continue one another's answers."""
+    def computes(self) -> tuple[str, str, str, str]:
+        """Model, weights and dtypes: pods that agree in these continue one another's answers."""
         layout = dict(self.layout)
-        return self.model_id, str(layout["weights_revision"]), str(layout["dtype"])
+        return self.model_id, str(layout["weights_revision"]), str(layout["dtype"]), str(layout["kv_dtype"])
 
 
 def pod_view(record: registry_pb2.PodRecord) -> PodView:

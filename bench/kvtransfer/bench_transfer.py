@@ -66,6 +66,8 @@ def layout(num_layers: int, num_kv_heads: int) -> KVLayout:
         head_dim=64,
         block_size=16,
         dtype="bfloat16",
+        kv_dtype="bfloat16",
+        block_bytes=2 * num_layers * num_kv_heads * 16 * 64 * 2,
     )
 
 

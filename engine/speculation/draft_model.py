@@ -17,10 +17,10 @@ import torch
 
 from engine.batch import ScheduledSequence
 from engine.block_manager import Generations
-from engine.checkpoint import kv_bytes_per_token, model_info
+from engine.checkpoint import model_info
 from engine.kv_cache import kv_cache
+from engine.kv_format import kv_block_bytes
 from engine.model import Model
-from engine.model_config import read_config
 from engine.runner import flatten, sample_rows
 from engine.sampler import sample
 from engine.speculation.draft_kv import DraftSlots
@@ -52,7 +52,7 @@ class DraftModel:
         self._block_size = block_size
         self._num_threads = num_threads
         self._clock = clock
-        memory = np.zeros(num_blocks * block_size * kv_bytes_per_token(read_config(model_dir), dtype), np.uint8)
+        memory = np.zeros(num_blocks * kv_block_bytes(self._info, block_size), np.uint8)
         self._kv = kv_cache(memory, self._info, block_size)
         self._slots = DraftSlots(generations, block_size)
         self._model = Model.load(model_dir, dtype)

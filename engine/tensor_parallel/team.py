@@ -70,7 +70,16 @@ class Team:
     """
 
     def __init__(
-        self, size: int, *, model_dir: Path, dtype: str, block_size: int, num_threads: int, kv_fd: int, kv_bytes: int
+        self,
+        size: int,
+        *,
+        model_dir: Path,
+        dtype: str,
+        kv_dtype: str = "auto",
+        block_size: int,
+        num_threads: int,
+        kv_fd: int,
+        kv_bytes: int,
     ) -> None:
         """`size`: ranks, the caller's own included; `num_threads`: of each. `kv_fd`: a file of `kv_bytes`, the KV
         memory; it stays the caller's."""
@@ -87,6 +96,7 @@ class Team:
                         size=size,
                         model_dir=str(model_dir),
                         dtype=dtype,
+                        kv_dtype=kv_dtype,
                         block_size=block_size,
                         num_threads=num_threads,
                         store_file=str(self._store_file),

@@ -42,6 +42,7 @@ class RankSpec:
     size: int
     model_dir: str
     dtype: str
+    kv_dtype: str
     block_size: int
     num_threads: int
     store_file: str
@@ -70,7 +71,8 @@ def _serve(spec: RankSpec, connection: socket.socket) -> None:
     model_dir = Path(spec.model_dir)
     model = Model.load(model_dir, spec.dtype, exchange)
     memory = np.frombuffer(mmap.mmap(spec.kv_fd, spec.kv_bytes), np.uint8)
-    caches = kv_cache(memory, model_info(model_dir, spec.dtype), spec.block_size).of_heads(model.kv_heads)
+    info = model_info(model_dir, spec.dtype, kv_dtype=spec.kv_dtype)
+    caches = kv_cache(memory, info, spec.block_size).of_heads(model.kv_heads)
     send_message(connection, READY)
     exchange.connect(Path(spec.store_file), torch.device("cpu"), EXCHANGE_TIMEOUT_S)
     while (message := receive_message(connection)) is not None:

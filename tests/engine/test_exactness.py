@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint import DEFAULT_MODEL, kv_bytes_per_token, model_info, resolve_model
+from engine.checkpoint import DEFAULT_MODEL, model_info, resolve_model
 from engine.core import EngineConfig, EngineCore
 from engine.kv_cache import kv_cache
+from engine.kv_format import kv_block_bytes
 from engine.model import Model
-from engine.model_config import read_config
 from engine.runner import TorchRunner, flatten
 from engine.sequence import SamplingParams, SequenceSpec
 from tests.engine.tiny_llama import scheduled
@@ -34,8 +34,9 @@ def model_dir() -> Path:
     return resolve_model(DEFAULT_MODEL)
 
 
-def kv_memory(dtype: str, num_blocks: int) -> np.ndarray:
-    return np.zeros(num_blocks * BLOCK_SIZE * kv_bytes_per_token(read_config(model_dir()), dtype), np.uint8)
+def kv_memory(dtype: str, num_blocks: int, kv_dtype: str = "auto") -> np.ndarray:
+    info = model_info(model_dir(), dtype, kv_dtype=kv_dtype)
+    return np.zeros(num_blocks * kv_block_bytes(info, BLOCK_SIZE), np.uint8)
 
 
 @pytest.fixture(scope="module")

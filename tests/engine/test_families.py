@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint import kv_bytes_per_token
+from engine.checkpoint import model_info
 from engine.config_fields import CheckpointError
 from engine.core import EngineConfig, EngineCore
 from engine.families import FAMILIES
+from engine.kv_format import kv_block_bytes
 from engine.model_config import read_config
 from engine.runner import TorchRunner
 from engine.sequence import SamplingParams, SequenceSpec
@@ -74,7 +75,7 @@ def test_greedy_tokens_through_the_engine(name: str, checkpoints: dict[str, tupl
     first, second = random_ids(41, 1, vocab_size=300), random_ids(3, 2, vocab_size=300)
     prompts = {"first": first, "second": second, "shares": first[:24] + random_ids(9, 3, vocab_size=300)}
     expected = {key: reference_greedy(reference, prompt, NUM_OUTPUT) for key, prompt in prompts.items()}
-    memory = np.zeros(NUM_BLOCKS * BLOCK_SIZE * kv_bytes_per_token(read_config(folder), "float32"), np.uint8)
+    memory = np.zeros(NUM_BLOCKS * kv_block_bytes(model_info(folder, "float32"), BLOCK_SIZE), np.uint8)
     runner = TorchRunner(folder, kv_memory=memory, block_size=BLOCK_SIZE, dtype="float32", num_threads=1)
     config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=4, max_batched_tokens=16)
     core = EngineCore(runner, config)

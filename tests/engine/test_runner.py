@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine.batch import Batch, BlockCopy, ScheduledSequence
-from engine.checkpoint import kv_bytes_per_token, model_info
+from engine.checkpoint import model_info
 from engine.core import EngineConfig, EngineCore
-from engine.model_config import read_config
+from engine.kv_format import kv_block_bytes
 from engine.runner import TorchRunner, flatten
 from engine.sequence import FinishReason, SamplingParams, SequenceSpec
 from tests.engine.tiny_llama import BLOCK_SIZE, GREEDY, make_checkpoint, random_ids, reference_greedy, scheduled
@@ -39,7 +39,7 @@ def runner(reference: tuple[Path, Any], memory: np.ndarray) -> TorchRunner:
 
 
 def block_bytes(folder: Path) -> int:
-    return BLOCK_SIZE * kv_bytes_per_token(read_config(folder), "float32")
+    return kv_block_bytes(model_info(folder, "float32"), BLOCK_SIZE)
 
 
 def test_flatten_by_hand() -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from engine.batch import ScheduledSequence
-from engine.checkpoint import kv_bytes_per_token, model_info
+from engine.checkpoint import model_info
 from engine.kv_cache import kv_cache
+from engine.kv_format import kv_block_bytes
 from engine.model import Model
 from engine.model_config import read_config
 from engine.runner import flatten
@@ -72,7 +73,7 @@ class ShardedModel:
         meeting = Meeting(size)
         self.exchanges = [ThreadExchange(meeting, Shard(rank, size)) for rank in range(size)]
         self._models = [Model.load(folder, "float32", exchange) for exchange in self.exchanges]
-        memory = np.zeros(NUM_BLOCKS * BLOCK_SIZE * kv_bytes_per_token(config, "float32"), np.uint8)
+        memory = np.zeros(NUM_BLOCKS * kv_block_bytes(model_info(folder, "float32"), BLOCK_SIZE), np.uint8)
         cache = kv_cache(memory, model_info(folder, "float32"), BLOCK_SIZE)
         shares = [exchange.shard.heads(config.num_heads, config.num_kv_heads) for exchange in self.exchanges]
         self._kv = [cache.of_heads(share.kv) for share in shares]

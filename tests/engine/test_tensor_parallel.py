@@ -18,9 +18,9 @@ import psutil
 import pytest
 import torch
 
-from engine.checkpoint import DEFAULT_MODEL, kv_bytes_per_token, resolve_model
+from engine.checkpoint import DEFAULT_MODEL, model_info, resolve_model
 from engine.core import EngineConfig, EngineCore, EngineFailed
-from engine.model_config import read_config
+from engine.kv_format import kv_block_bytes
 from engine.runner import TorchRunner, flatten
 from engine.sequence import SamplingParams, SequenceSpec
 from engine.tensor_parallel.errors import RankLost
@@ -39,7 +39,7 @@ def pod(
     folder: Path, size: int, dtype: str = "float32", num_blocks: int = NUM_BLOCKS
 ) -> Iterator[tuple[TorchRunner, Team, np.ndarray]]:
     """The first rank's runner, the others, and their KV memory."""
-    num_bytes = num_blocks * BLOCK_SIZE * kv_bytes_per_token(read_config(folder), dtype)
+    num_bytes = num_blocks * kv_block_bytes(model_info(folder, dtype), BLOCK_SIZE)
     fd = os.memfd_create("kv")
     os.ftruncate(fd, num_bytes)
     memory = np.frombuffer(mmap(fd, num_bytes), np.uint8)
@@ -62,7 +62,7 @@ def pod(
 
 
 def alone(folder: Path) -> tuple[TorchRunner, np.ndarray]:
-    memory = np.zeros(NUM_BLOCKS * BLOCK_SIZE * kv_bytes_per_token(read_config(folder), DTYPE), np.uint8)
+    memory = np.zeros(NUM_BLOCKS * kv_block_bytes(model_info(folder, DTYPE), BLOCK_SIZE), np.uint8)
     return TorchRunner(folder, kv_memory=memory, block_size=BLOCK_SIZE, dtype=DTYPE, num_threads=1), memory
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from engine.batch import ScheduledSequence
-from engine.checkpoint import kv_bytes_per_token, model_info
+from engine.checkpoint import model_info
 from engine.kv_cache import kv_cache
+from engine.kv_format import kv_block_bytes
 from engine.model import Model
-from engine.model_config import read_config
 from engine.runner import flatten
 from engine.sequence import SamplingParams
 
@@ -74,9 +74,8 @@ class OurModel:
     """Our model with a KV cache of its own."""
 
     def __init__(self, folder: Path, dtype: str = "float32", num_blocks: int = 64) -> None:
-        config = read_config(folder)
         self.model = Model.load(folder, dtype)
-        memory = np.zeros(num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, dtype), np.uint8)
+        memory = np.zeros(num_blocks * kv_block_bytes(model_info(folder, dtype), BLOCK_SIZE), np.uint8)
         self.kv = kv_cache(memory, model_info(folder, dtype), BLOCK_SIZE).layers
 
     def logits(self, *sequences: ScheduledSequence) -> torch.Tensor:

@@ -18,7 +18,15 @@ from kvtransfer.reads import POLL_S
 from proto import kv_pb2
 
 LAYOUT = KVLayout(
-    model_id="m", weights_revision="r", num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="int64"
+    model_id="m",
+    weights_revision="r",
+    num_layers=2,
+    num_kv_heads=1,
+    head_dim=4,
+    block_size=4,
+    dtype="int64",
+    kv_dtype="int64",
+    block_bytes=512,
 )
 NUM_BLOCKS = 32
 FIRST_GENERATION = 1000

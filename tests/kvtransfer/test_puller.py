@@ -209,12 +209,13 @@ async def test_13_a_restarted_pod_ignores_what_was_meant_for_its_predecessor(pod
     [
         ({"block_size": 8}, "block_size 4 != 8"),
         ({"dtype": "float32"}, "dtype int64 != float32"),
+        ({"kv_dtype": "int8", "block_bytes": 192}, "kv_dtype int64 != int8"),
         ({"num_kv_heads": 2}, "num_kv_heads 1 != 2"),
         ({"head_dim": 8}, "head_dim 4 != 8"),
         ({"num_layers": 1}, "num_layers 2 != 1"),
         ({"weights_revision": "q"}, "weights_revision r != q"),
         ({"model_id": "n"}, "model_id m != n"),
-        ({"layout_version": 2}, "layout_version 1 != 2"),
+        ({"layout_version": 3}, "layout_version 2 != 3"),
     ],
 )
 async def test_15_layouts_that_differ(

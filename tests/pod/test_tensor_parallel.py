@@ -15,8 +15,8 @@ import pytest
 import redis.asyncio
 
 from engine.batch import Batch
-from engine.checkpoint import kv_bytes_per_token
-from engine.model_config import read_config
+from engine.checkpoint import model_info
+from engine.kv_format import kv_block_bytes
 from engine.runner import TorchRunner
 from pod.errors import StartupError
 from pod.plan import resolve
@@ -86,7 +86,7 @@ async def pods(
 
 def right_answer(model: Path, prompt: list[int]) -> list[int]:
     """By one process."""
-    memory = np.zeros(NUM_BLOCKS * BLOCK_SIZE * kv_bytes_per_token(read_config(model), "float32"), np.uint8)
+    memory = np.zeros(NUM_BLOCKS * kv_block_bytes(model_info(model, "float32"), BLOCK_SIZE), np.uint8)
     runner = TorchRunner(model, kv_memory=memory, block_size=BLOCK_SIZE, dtype="float32", num_threads=1)
     tokens, blocks = list(prompt), range(1, NUM_BLOCKS)
     for start in (0, *range(len(prompt), len(prompt) + NUM_OUTPUT - 1)):

@@ -29,6 +29,7 @@ def layout(**fields: Any) -> kv_pb2.KVLayout:
         "head_dim": 1,
         "block_size": 16,
         "dtype": "int64",
+        "kv_dtype": "int64",
         "tp_size": 1,
         "memory_order": "block_major",
         "layout_version": 1,
@@ -266,6 +267,7 @@ def test_too_long_for_every_pod() -> None:
     [
         ("block_size", 32, "block_size 32 != 16"),
         ("dtype", "float32", "dtype float32 != int64"),
+        ("kv_dtype", "int8", "kv_dtype int8 != int64"),
         ("num_kv_heads", 2, "num_kv_heads 2 != 1"),
         ("weights_revision", "2", "weights_revision 2 != 1"),
     ],

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from engine.batch import ScheduledSequence
-from engine.checkpoint import CheckpointError, kv_bytes_per_token
+from engine.checkpoint import CheckpointError, model_info
 from engine.core import EngineConfig, EngineCore
-from engine.model_config import read_config
+from engine.kv_format import kv_block_bytes
 from engine.runner import TorchRunner, flatten
 from engine.sequence import SampledToken, SamplingParams, SequenceSpec
 from engine.speculation import draft_model
@@ -40,7 +40,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(target: Path, draft: Path | None, num_blocks: int = NUM_BLOCKS, num_draft_tokens: int = 3) -> EngineCore:
-    memory = np.zeros(num_blocks * BLOCK_SIZE * kv_bytes_per_token(read_config(target), "float32"), np.uint8)
+    memory = np.zeros(num_blocks * kv_block_bytes(model_info(target, "float32"), BLOCK_SIZE), np.uint8)
     runner = TorchRunner(target, kv_memory=memory, block_size=BLOCK_SIZE, dtype="float32", num_threads=1)
     config = EngineConfig(
         block_size=BLOCK_SIZE,
