@@ -16,7 +16,8 @@ import torch
 
 from engine.sequence import Logprob, SampledToken, SamplingParams
 from engine.stopping import suppressed_ids
-from kernels.sampling import add_bias, apply_penalties, ban, draw, filter_logits, greedy
+from kernels.sampling import add_bias, apply_penalties, ban, greedy
+from kernels.sampling import sample as draw_filtered
 from kernels.uniform import uniform
 
 GREEDY_BELOW = 1e-5  # a temperature at which float32 probabilities are 0 or 1
@@ -50,10 +51,13 @@ def sample(logits: torch.Tensor, rows: Seq[SampleRow], eos_token_ids: frozenset[
     bias or stop id outside the vocabulary.
     """
     shaped = _shaped(logits, rows, eos_token_ids)
-    tokens = greedy(shaped)
     random = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-    if random:
-        tokens[random] = _drawn(shaped[random], [rows[i] for i in random])
+    if len(random) == len(rows):
+        tokens = _drawn(shaped, rows)
+    else:
+        tokens = greedy(shaped)
+        if random:
+            tokens[random] = _drawn(shaped[random], [rows[i] for i in random])
     return _with_logprobs(logits, tokens, rows)
 
 
@@ -77,13 +81,16 @@ def _shaped(logits: torch.Tensor, rows: Seq[SampleRow], eos_token_ids: frozenset
 
 
 def _drawn(logits: torch.Tensor, rows: Seq[SampleRow]) -> torch.Tensor:
-    """int64 [B]. logits: a copy of ours, float32 [B, V]; no row's temperature is near 0."""
+    """int64 [B]. logits: float32 [B, V]; no row's temperature is near 0."""
     params = [row.params for row in rows]
-    logits /= torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=logits.device)[:, None]
-    logits.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf)  # extreme parameters
-    filter_logits(logits, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
-    uniforms = [uniform(row.params.seed, len(row.output_ids)) for row in rows]
-    return draw(torch.softmax(logits, dim=-1), uniforms)
+    return draw_filtered(
+        logits,
+        [p.temperature for p in params],
+        [p.top_k for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [uniform(row.params.seed, len(row.output_ids)) for row in rows],
+    )
 
 
 def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: Seq[SampleRow]) -> list[SampledToken]:

@@ -4,25 +4,32 @@ Tokens are ordered by (logit descending, id ascending) everywhere, so the first 
 per-request numbers come as Python sequences, one entry a row, because that is where requests keep them; rows whose
 parameters are neutral are not touched. A sampler calls the steps in this order:
 
-    apply_penalties -> add_bias -> ban -> divide by temperature -> filter_logits -> softmax -> draw
+    apply_penalties -> add_bias -> ban -> greedy, or sample = divide by temperature -> filter_logits -> softmax -> draw
 
-or takes `greedy` after `ban`. Uniform numbers come from kernels.uniform.
+Uniform numbers come from kernels.uniform.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from kernels.checks import check_dtype, check_shape
+from kernels.checks import check_dtype, check_rows, check_shape
 from kernels.dispatch import Backend, implementation
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row, the lowest id among equals. logits: [B, V]. Returns int64 [B]."""
-    return logits.argmax(dim=-1)
+def greedy(logits: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
+    """The most likely token of each row, the lowest id among equals. logits: float32 [B, V], V > 0. Returns int64 [B].
+
+    Raises ValueError or TypeError for shapes and dtypes.
+    """
+    _check_batch(logits)
+    check_rows("logits", logits)
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    _implementation("greedy", logits, backend)(logits, out)
+    return out
 
 
 def apply_penalties(
@@ -96,12 +103,48 @@ def draw(probs: torch.Tensor, uniforms: Sequence[float], *, backend: Backend | N
     probability 0 is never drawn. Raises ValueError for a batch size or a number outside [0, 1).
     """
     _check_batch(probs, uniforms)
-    if not all(0.0 <= number < 1.0 for number in uniforms):
-        raise ValueError(f"uniforms are {list(uniforms)}, expected numbers in [0, 1)")
+    _check_uniforms(uniforms)
     out = torch.empty(probs.shape[0], dtype=torch.int64, device=probs.device)
     numbers = torch.tensor(uniforms, dtype=torch.float64, device=probs.device)
     implementation("sampling", "draw", probs, backend)(probs, numbers, out)
     return out
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: Sequence[float],
+    top_k: Sequence[int],
+    top_p: Sequence[float],
+    min_p: Sequence[float],
+    uniforms: Sequence[float],
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Divides by the temperatures (above 0), filters as `filter_logits`, draws as `draw`. Returns int64 [B].
+
+    logits: float32 [B, V], V > 0, left as they are; quotients that are not finite count as the most extreme number, so
+    that any parameters give a token. Implementations may differ where a sum is within float32 rounding of its bound.
+    Raises ValueError for a batch size or a number outside its range.
+    """
+    _check_batch(logits, temperature, top_k, top_p, min_p, uniforms)
+    _check_ranges(top_k, top_p, min_p)
+    check_rows("logits", logits)
+    _check_uniforms(uniforms)
+    if not all(number > 0.0 for number in temperature):
+        raise ValueError(f"temperature is {list(temperature)}, expected numbers above 0")
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    run = _implementation("sample", logits, backend)
+    run(logits, temperature, top_k, top_p, min_p, uniforms, out)
+    return out
+
+
+def _implementation(op: str, logits: torch.Tensor, backend: Backend | None) -> Callable[..., None]:
+    """On GPUs the reference of these two ops, which torch and the other ops compute there."""
+    if backend == "triton":
+        raise ValueError(f"backend='triton' has no {op}: on GPUs torch and the ops that it consists of compute")
+    if backend is None and logits.is_cuda:
+        backend = "reference"
+    return implementation("sampling", op, logits, backend)
 
 
 def _penalise_repetition(row_logits: torch.Tensor, ids: Collection[int], penalty: float) -> None:
@@ -138,3 +181,8 @@ def _check_ranges(top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[
         raise ValueError(f"top_p is {list(top_p)}, expected numbers in (0, 1]")
     if not all(0.0 <= p <= 1.0 for p in min_p):
         raise ValueError(f"min_p is {list(min_p)}, expected numbers in [0, 1]")
+
+
+def _check_uniforms(uniforms: Sequence[float]) -> None:
+    if not all(0.0 <= number < 1.0 for number in uniforms):
+        raise ValueError(f"uniforms are {list(uniforms)}, expected numbers in [0, 1)")

@@ -6,6 +6,7 @@
 #include "paged_decode.h"
 #include "paged_prefill.h"
 #include "rowwise.h"
+#include "sampling.h"
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -34,4 +35,5 @@ const Ops JOIN(ops_, ISA) = {
     by_type<linear<float>, linear<bf16>>,
     by_type<run_stages<float>, run_stages<bf16>>,
     copy_rows,
+    sample,
 };

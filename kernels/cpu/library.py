@@ -141,6 +141,16 @@ class Stream(ctypes.Structure):
     _fields_ = (("delta", _POINTER), ("residual", _POINTER))
 
 
+class Draw(ctypes.Structure):
+    """How a row's token is drawn."""
+
+    _fields_ = (
+        ("temperature", _FLOAT),
+        ("top_k", _INT64),
+        *((name, ctypes.c_double) for name in ("top_p", "min_gap", "uniform")),
+    )
+
+
 def _op(*arguments: type) -> type:
     return ctypes.CFUNCTYPE(_INT64, *arguments)
 
@@ -178,6 +188,7 @@ class _Ops(ctypes.Structure):
                 *(_POINTER, _POINTER, _INT64, _INT32),
             ),
         ),
+        ("sample", _op(_POINTER, _INT64, _INT64, _INT64, ctypes.POINTER(Draw), _POINTER, _POINTER, _INT32)),
     )
 
 
@@ -196,6 +207,7 @@ class Library:
     linear: Callable[..., int]
     run_stages: Callable[..., int]
     copy_rows: Callable[..., int]
+    sample: Callable[..., int]
 
 
 @functools.cache

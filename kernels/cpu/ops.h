@@ -122,6 +122,13 @@ struct Stream {
   void* residual;
 };
 
+// How a row's token is drawn: top_k 0 and top_p 1 keep all; min_gap: of a logit to the first one's, or -inf.
+struct Draw {
+  float temperature;
+  int64_t top_k;
+  double top_p, min_gap, uniform;
+};
+
 struct Ops {
   const char* isa;
   int64_t (*paged_decode)(DType, const Heads& q, const Cache&, const Context&, const Scoring&, const Heads& out,
@@ -150,6 +157,9 @@ struct Ops {
   int64_t (*copy_rows)(const void* source, int64_t source_stride, void* target, int64_t target_stride,
                        int64_t row_bytes, const int64_t* source_rows, const int64_t* target_rows, int64_t rows,
                        int threads);
+  // draws: one a row, or null: all greedy. scratch: [rows, vocab], or null when all are greedy.
+  int64_t (*sample)(const float* logits, int64_t row_stride, int64_t rows, int64_t vocab, const Draw* draws,
+                    uint64_t* scratch, int64_t* tokens, int threads);
 };
 
 // GCC's and LLVM's OpenMP runtimes both export GOMP_parallel with this signature.

@@ -6,6 +6,29 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels import sampling as ops
+
+
+def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
+    """Fills out int64 [B]."""
+    torch.argmax(logits, dim=-1, out=out)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: Sequence[float],
+    top_k: Sequence[int],
+    top_p: Sequence[float],
+    min_p: Sequence[float],
+    uniforms: Sequence[float],
+    out: torch.Tensor,
+) -> None:
+    """Fills out int64 [B]. The steps choose their own implementations, so GPUs run this too."""
+    logits = logits / torch.tensor(temperature, dtype=logits.dtype, device=logits.device)[:, None]
+    logits.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf)
+    ops.filter_logits(logits, top_k, top_p, min_p)
+    out.copy_(ops.draw(torch.softmax(logits, dim=-1), uniforms))
+
 
 def filter_logits(
     logits: torch.Tensor, rows: Sequence[int], top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]

@@ -20,11 +20,24 @@ from kernels.cpu import (
     paged_prefill,
     rms_norm,
     rope,
+    sampling,
     silu_mul,
 )
 from kernels.dispatch import Backend
 
-_CPU_MODULES = (block_copy, decoder, gelu_mul, kv_write, linear, paged_decode, paged_prefill, rms_norm, rope, silu_mul)
+_CPU_MODULES = (
+    block_copy,
+    decoder,
+    gelu_mul,
+    kv_write,
+    linear,
+    paged_decode,
+    paged_prefill,
+    rms_norm,
+    rope,
+    sampling,
+    silu_mul,
+)
 _ISAS = ("baseline", "avx2", "avx512")
 
 

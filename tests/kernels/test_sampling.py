@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.dispatch import Backend
-from kernels.sampling import add_bias, apply_penalties, ban, draw, filter_logits, greedy
+from kernels.sampling import add_bias, apply_penalties, ban, draw, filter_logits, greedy, sample
+from tests.kernels.backends import every_backend, using
 
-BACKENDS: tuple[Backend, ...] = ("reference", "cpu")
 VOCAB = 40
 
 # Few distinct values, so that ties abound; some tokens are banned.
@@ -40,7 +40,6 @@ def survivors(row: list[float], top_k: int, top_p: float, min_p: float) -> tuple
     return kept, margin
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @given(
     row=st.one_of(coarse_rows, fine_rows),
     top_k=st.integers(0, VOCAB + 5),
@@ -48,13 +47,11 @@ def survivors(row: list[float], top_k: int, top_p: float, min_p: float) -> tuple
     min_p=st.one_of(st.just(0.0), st.floats(0.01, 1.0)),
 )
 @settings(max_examples=150, deadline=None)
-def test_filters_keep_what_their_definition_keeps(
-    backend: Backend, row: list[float], top_k: int, top_p: float, min_p: float
-) -> None:
+def test_filters_keep_what_their_definition_keeps(row: list[float], top_k: int, top_p: float, min_p: float) -> None:
     expected, margin = survivors(row, top_k, top_p, min_p)
     logits = torch.tensor([row, row])
     before = logits.clone()
-    filter_logits(logits, [top_k, 0], [top_p, 1.0], [min_p, 0.0], backend=backend)
+    filter_logits(logits, [top_k, 0], [top_p, 1.0], [min_p, 0.0])
     assert torch.equal(logits[1], before[1])
     kept = {token for token in range(VOCAB) if logits[0, token] > -math.inf}
     if margin > 1e-9:
@@ -63,17 +60,69 @@ def test_filters_keep_what_their_definition_keeps(
     assert int(greedy(before[:1])) in kept
 
 
+def drawn_by_definition(
+    row: list[float], temperature: float, filters: tuple[int, float, float], number: float
+) -> tuple[int, float]:
+    """The token, and how close any decision came to going the other way."""
+    scaled = [float(np.float32(logit) / np.float32(temperature)) for logit in row]
+    kept, margin = survivors(scaled, *filters)
+    weights = [math.exp(scaled[token] - max(scaled)) for token in sorted(kept)]
+    cumulative = np.cumsum(weights) / sum(weights)
+    rank = int(np.searchsorted(cumulative, number, side="right"))
+    margin = min(margin, *np.abs(cumulative[:-1] - number), math.inf)
+    return sorted(kept)[min(rank, len(kept) - 1)], margin
+
+
+@every_backend
+@given(
+    row=st.one_of(coarse_rows, fine_rows),
+    temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0]),
+    top_k=st.integers(0, VOCAB + 5),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.01, 1.0)),
+    number=st.floats(0, 1, exclude_max=True),
+)
+@settings(max_examples=150, deadline=None)
+def test_sample_draws_by_its_definition(
+    implementation: str, row: list[float], temperature: float, top_k: int, top_p: float, min_p: float, number: float
+) -> None:
+    expected, margin = drawn_by_definition(row, temperature, (top_k, top_p, min_p), number)
+    logits = torch.tensor([row, row])
+    before = logits.clone()
+    with using(implementation) as backend:
+        tokens = sample(
+            logits, [temperature, 1.0], [top_k, 1], [top_p, 1.0], [min_p, 0.0], [number, 0.5], backend=backend
+        )
+        first = greedy(logits, backend=backend)
+    assert torch.equal(logits, before)
+    assert tokens[1] == first[0] == max(range(VOCAB), key=lambda token: (row[token], -token))
+    if margin > 1e-6:
+        assert tokens[0] == expected
+
+
+@every_backend
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"), [(0, 0.9, 0.0), (0, 0.999, 0.01), (5000, 1.0, 0.0), (2000, 0.5, 0.2)]
+    "filters", [(0, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.999, 0.01), (5000, 1.0, 0.0), (50, 0.95, 0.0), (0, 1.0, 1e-4)]
 )
 @pytest.mark.parametrize("spread", [0.001, 1.0, 8.0])
-def test_backends_agree_on_a_large_vocabulary(top_k: int, top_p: float, min_p: float, spread: float) -> None:
-    logits = torch.randn(1, 49_152, generator=torch.Generator().manual_seed(1)) * spread
-    results = [logits.clone() for _ in BACKENDS]
-    for backend, result in zip(BACKENDS, results, strict=True):
-        filter_logits(result, [top_k], [top_p], [min_p], backend=backend)
-    assert torch.equal(results[0], results[1])
-    assert results[0].isinf().any()
+def test_sample_from_a_large_vocabulary(implementation: str, filters: tuple[int, float, float], spread: float) -> None:
+    logits = torch.randn(8, 49_151, generator=torch.Generator().manual_seed(1)) * spread
+    numbers = [0.0, 0.1, 0.37, 0.5, 0.77, 0.9, 0.999, 1 - 2**-53]
+    top_k, top_p, min_p = [filters[0]] * 8, [filters[1]] * 8, [filters[2]] * 8
+    expected = sample(logits, [0.8] * 8, top_k, top_p, min_p, numbers, backend="reference")
+    with using(implementation) as backend:
+        actual = sample(logits, [0.8] * 8, top_k, top_p, min_p, numbers, backend=backend)
+    # A sum of tens of thousands of nearly equal probabilities may round to its neighbour's side.
+    assert ((actual - expected).abs() <= (2 if spread < 1 else 0)).all()
+
+
+@every_backend
+def test_sample_survives_extreme_parameters(implementation: str) -> None:
+    """Logits that the temperature makes infinite, infinite ones, and ones that are no numbers."""
+    logits = torch.tensor([[1.0, 3e38, -3e38], [1.0, math.inf, 2.0], [math.nan, 1.0, -math.inf]])
+    with using(implementation) as backend:
+        tokens = sample(logits, [1e-5] * 3, [0, 0, 2], [1.0, 0.5, 0.9], [0.0] * 3, [0.9] * 3, backend=backend)
+    assert tokens.tolist() == [1, 1, 1]
 
 
 def test_many_ties_at_the_cut_keep_the_lowest_ids() -> None:
@@ -149,13 +198,12 @@ def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
     assert logits.eq(0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @given(
     weights=st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=30).filter(any),
     number=st.one_of(st.sampled_from([0.0, 0.5, 1.0 - 2.0**-53]), st.floats(0, 1, exclude_max=True)),
 )
-def test_draw_inverts_the_cumulative_sum(backend: Backend, weights: list[float], number: float) -> None:
-    token = int(draw(torch.tensor([weights]), [number], backend=backend))
+def test_draw_inverts_the_cumulative_sum(weights: list[float], number: float) -> None:
+    token = int(draw(torch.tensor([weights]), [number]))
     assert weights[token] > 0
     target = number * sum(weights)  # all sums of these weights are exact
     assert sum(weights[:token]) <= target
