@@ -64,7 +64,12 @@ class Shape:
 
 
 def shapes(
-    *, max_new: int | None = None, max_context: int = 600, dtypes: tuple[torch.dtype, ...]
+    *,
+    max_new: int | None = None,
+    max_context: int = 600,
+    max_kv_heads: int = 3,
+    groups: tuple[int, ...] = (1, 2, 3, 4, 7, 8),
+    dtypes: tuple[torch.dtype, ...],
 ) -> st.SearchStrategy[Shape]:
     """`max_new` 1 draws decode batches. Contexts favour the neighbourhood of block and tile ends."""
     contexts = st.one_of(
@@ -74,8 +79,8 @@ def shapes(
     lengths = contexts.flatmap(lambda c: st.tuples(st.integers(1, min(c, max_new or c)), st.just(c)))
     return st.builds(
         Shape,
-        num_kv_heads=st.integers(1, 3),
-        group=st.sampled_from([1, 2, 3, 4, 7, 8]),
+        num_kv_heads=st.integers(1, max_kv_heads),
+        group=st.sampled_from(groups),
         head_dim=st.sampled_from([16, 64, 72, 128]),
         block_size=st.sampled_from([4, 8, 16, 32, 64]),
         dtype=st.sampled_from(dtypes),

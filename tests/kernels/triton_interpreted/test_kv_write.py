@@ -1,20 +1,31 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kernels import kv_write
 from kernels.kv_cache import PagedKV
-from tests.kernels.triton_interpreted.precisions import every_dtype
+from kernels.kv_write import kv_write
+from tests.kernels.triton_interpreted.precisions import DTYPES
 
 
-@every_dtype
-def test_kv_write(dtype: torch.dtype) -> None:
-    cache = torch.full((4, 2, 2, 3, 16, 20), torch.nan, dtype=dtype)
-    wide = torch.randn(4, 7, 20).to(dtype)
-    slots = torch.tensor([63, -1, 0, 17])
+@given(
+    heads=st.integers(1, 9),
+    head_dim=st.sampled_from([4, 20, 64, 128]),
+    block_size=st.sampled_from([1, 8, 16, 32]),
+    dtype=st.sampled_from(DTYPES),
+    slots=st.lists(st.integers(-2, 159), unique_by=lambda slot: slot if slot >= 0 else object(), max_size=12),
+)
+def test_each_token_lands_in_its_slot_and_nothing_else_changes(
+    heads: int, head_dim: int, block_size: int, dtype: torch.dtype, slots: list[int]
+) -> None:
+    cache = torch.full((160 // block_size, 2, 2, heads, block_size, head_dim), torch.nan, dtype=dtype)
+    wide = torch.randn(len(slots), 2 * heads + 1, head_dim).to(dtype)
+    k, v = wide[:, :heads], wide[:, heads : 2 * heads]
     expected = cache.clone()
-    for token, slot in ((0, 63), (2, 0), (3, 17)):
-        expected[slot // 16, 1, 0, :, slot % 16] = wide[token, :3]
-        expected[slot // 16, 1, 1, :, slot % 16] = wide[token, 3:6]
-    kv_write.kv_write(wide[:, :3], wide[:, 3:6], PagedKV(cache[:, 1, 0], cache[:, 1, 1]), slots, backend="triton")
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[slot // block_size, 1, 0, :, slot % block_size] = k[token]
+            expected[slot // block_size, 1, 1, :, slot % block_size] = v[token]
+    kv_write(k, v, PagedKV(cache[:, 1, 0], cache[:, 1, 1]), torch.tensor(slots, dtype=torch.int64), backend="triton")
     assert torch.equal(cache.nan_to_num(-1.0), expected.nan_to_num(-1.0))

@@ -2,37 +2,41 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from kernels import paged_prefill
-from tests.kernels.cases import Shape, assert_close, attention
+from kernels.paged_prefill import paged_prefill
+from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes
 from tests.kernels.triton_interpreted.precisions import DTYPES, WEIGHT_ROUNDING
 
-
-def shape(dtype: torch.dtype, *lengths: tuple[int, int]) -> Shape:
-    return Shape(2, 3, 64, 16, dtype, lengths, seed=3)
+CHUNKS = Shape(2, 3, 64, 16, torch.float32, ((70, 180), (1, 17), (5, 5)), seed=3)
 
 
-# (sliding window, soft cap)
-LIMITS = [(1, None), (40, None), (100, 20.0), (None, 1.0)]
-PREFILL_SHAPES = [
-    *(
-        dataclasses.replace(shape(torch.float32, (70, 180), (1, 17), (5, 5)), sliding_window=window, soft_cap=cap)
-        for window, cap in LIMITS
-    ),
-    *(shape(dtype, (70, 80), (1, 17), (5, 5)) for dtype in DTYPES),
-    dataclasses.replace(shape(torch.float32, (3, 66)), group=1, head_dim=128, block_size=8),
-    dataclasses.replace(shape(torch.float32, (9, 33)), num_kv_heads=1, group=4, head_dim=72, block_size=32),
-]
-
-
-@pytest.mark.parametrize("drawn", PREFILL_SHAPES, ids=str)
-def test_paged_prefill(drawn: Shape) -> None:
-    case = attention(drawn)
-    out = paged_prefill.paged_prefill(
+def prefill(case: Attention) -> torch.Tensor:
+    return paged_prefill(
         *(case.q, case.kv, case.block_tables, case.cu_seqlens, case.context_lens, case.scale),
         **case.limits,
         backend="triton",
     )
-    assert_close(out, case.expected, extra=WEIGHT_ROUNDING[drawn.dtype])
+
+
+@given(shape=shapes(max_new=150, max_context=4096, max_kv_heads=2, groups=(1, 2, 3), dtypes=DTYPES))
+@example(shape=CHUNKS)
+@example(shape=dataclasses.replace(CHUNKS, sliding_window=1))
+@example(shape=dataclasses.replace(CHUNKS, sliding_window=100, soft_cap=20.0))
+@example(shape=dataclasses.replace(CHUNKS, lengths=((9, 33),), num_kv_heads=1, group=4, head_dim=72, block_size=32))
+def test_equals_dense_attention(shape: Shape) -> None:
+    case = attention(shape)
+    assert_close(prefill(case), case.expected, extra=WEIGHT_ROUNDING[shape.dtype])
+
+
+@given(split=st.integers(1, 69))
+def test_chunks_equal_the_whole(split: int) -> None:
+    """The second chunk sees the first one's keys: whatever the cut, the same answers."""
+    case = attention(dataclasses.replace(CHUNKS, lengths=((70, 70),), num_kv_heads=1, group=2))
+    tables = case.block_tables.repeat(2, 1)
+    lengths = torch.tensor([split, 70], dtype=torch.int32)
+    starts = torch.tensor([0, split, 70], dtype=torch.int32)
+    out = paged_prefill(case.q, case.kv, tables, starts, lengths, case.scale, backend="triton")
+    assert_close(out, case.expected)

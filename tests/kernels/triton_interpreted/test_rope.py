@@ -2,20 +2,34 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kernels import rope
+from kernels.rope import rope
 from tests.kernels.cases import assert_close, float64
-from tests.kernels.triton_interpreted.precisions import every_dtype
+from tests.kernels.triton_interpreted.precisions import DTYPES
 
 
-@every_dtype
-def test_rope(dtype: torch.dtype) -> None:
-    qkv, positions = torch.randn(6, 15, 72).to(dtype), torch.tensor([0, 49, 3, 3, 7, 11])
-    angles = torch.rand(50, 36) * 6
+@given(
+    positions=st.lists(st.integers(0, 49), max_size=6),
+    q_heads=st.integers(1, 9),
+    k_heads=st.integers(1, 4),
+    half=st.sampled_from([1, 10, 32, 36, 64]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**16),
+)
+def test_each_pair_is_rotated_by_its_tokens_angle(
+    positions: list[int], q_heads: int, k_heads: int, half: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    heads = q_heads + k_heads
+    qkv = torch.randn(len(positions), heads + k_heads, 2 * half).to(dtype)
+    angles = torch.rand(50, half) * 6
     cos, sin, before = angles.cos(), angles.sin(), float64(qkv)
-    rope.rope(qkv[:, :9], qkv[:, 9:12], positions, cos, sin, backend="triton")
-    first, second = before[..., :36], before[..., 36:]
-    c, s = float64(cos[positions])[:, None], float64(sin[positions])[:, None]
+    ids = torch.tensor(positions, dtype=torch.int64)
+    rope(qkv[:, :q_heads], qkv[:, q_heads:heads], ids, cos, sin, backend="triton")
+    first, second = before[..., :half], before[..., half:]
+    c, s = float64(cos[ids])[:, None], float64(sin[ids])[:, None]
     expected = np.concatenate((first * c - second * s, second * c + first * s), axis=-1)
-    assert_close(qkv[:, :12], expected[:, :12])
-    assert np.array_equal(float64(qkv[:, 12:]), before[:, 12:])
+    assert_close(qkv[:, :heads], expected[:, :heads])
+    assert np.array_equal(float64(qkv[:, heads:]), before[:, heads:])  # V is not rotated
