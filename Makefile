@@ -69,6 +69,10 @@ bench-peers: $(RUN_STAMP) ## get vLLM and llama.cpp for bench-engine: make bench
 bench-engine: $(WARM_STAMP) ## the whole path against vLLM and llama.cpp: make bench-engine ARGS="--peers DIR"
 	@exec $(PY) -m bench.engine.bench_engine $(ARGS)
 
+.PHONY: mutants
+mutants: $(TEST_STAMP) ## plant known mistakes in the Triton kernels: the tests must notice each (some 15 minutes)
+	@exec $(PY) -m tests.kernels.mutants $(ARGS)
+
 .PHONY: proto
 proto: $(TEST_STAMP) ## generate the Python of proto/*.proto
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m proto.generate

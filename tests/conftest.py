@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests.support.leaks import children, leaked_children, leaked_tasks
 from tests.support.registry import RegistryServer
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from tests.support.cluster import Cluster
 
 
-# What `--hypothesis-profile` can name. "few" draws the same handful every time: for the interpreter of Triton.
+# What `--hypothesis-profile` can name. "few" draws the same handful every time, for the interpreter of
+# Triton; "mutants" likewise, and does not look for the simplest failure.
 settings.register_profile("few", max_examples=8, deadline=None, derandomize=True)
+settings.register_profile("mutants", settings.get_profile("few"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile("thorough", max_examples=200, deadline=None, print_blob=True)
 
 

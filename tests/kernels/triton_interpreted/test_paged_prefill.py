@@ -21,7 +21,7 @@ def prefill(case: Attention) -> torch.Tensor:
     )
 
 
-@given(shape=shapes(max_new=150, max_context=4096, max_kv_heads=2, groups=(1, 2, 3), dtypes=DTYPES))
+@given(shape=shapes(max_new=150, max_context=4096, max_kv_heads=2, groups=(1, 2, 3), dtypes=DTYPES, kv_dtypes=(None,)))
 @example(shape=CHUNKS)
 @example(shape=dataclasses.replace(CHUNKS, sliding_window=1))
 @example(shape=dataclasses.replace(CHUNKS, sliding_window=100, soft_cap=20.0))
