@@ -73,10 +73,12 @@ def scheduled(
 class OurModel:
     """Our model with a KV cache of its own."""
 
-    def __init__(self, folder: Path, dtype: str = "float32", num_blocks: int = 64) -> None:
+    def __init__(self, folder: Path, dtype: str = "float32", num_blocks: int = 64, kv_dtype: str = "auto") -> None:
         self.model = Model.load(folder, dtype)
-        memory = np.zeros(num_blocks * kv_block_bytes(model_info(folder, dtype), BLOCK_SIZE), np.uint8)
-        self.kv = kv_cache(memory, model_info(folder, dtype), BLOCK_SIZE).layers
+        info = model_info(folder, dtype, kv_dtype=kv_dtype)
+        memory = np.zeros(num_blocks * kv_block_bytes(info, BLOCK_SIZE), np.uint8)
+        cache = kv_cache(memory, info, BLOCK_SIZE)
+        self.blocks, self.kv = cache.blocks, cache.layers
 
     def logits(self, *sequences: ScheduledSequence) -> torch.Tensor:
         """float32 [T, V] of every token of a batch; one-token sequences come first."""
