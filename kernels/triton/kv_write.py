@@ -8,6 +8,8 @@ import triton.language as tl
 
 from kernels.kv_cache import PagedKV
 
+_WARP_ELEMENTS = 256  # 16 bytes a lane
+
 
 @triton.jit
 def kv_write_kernel(
@@ -48,13 +50,14 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.
     num_tokens, num_heads, head_dim = k.shape
     if num_tokens == 0:
         return
+    heads_padded, dim_padded = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim)
     kv_write_kernel[(num_tokens,)](
         *(k, v, kv.k, kv.v, slot_mapping.contiguous()),
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1), *kv.k.stride()[:3]),
         HEADS=num_heads,
-        HEADS_PADDED=triton.next_power_of_2(num_heads),
+        HEADS_PADDED=heads_padded,
         HEAD_DIM=head_dim,
-        DIM_PADDED=triton.next_power_of_2(head_dim),
+        DIM_PADDED=dim_padded,
         BLOCK_SIZE=kv.block_size,
-        num_warps=2,
+        num_warps=max(1, min(4, heads_padded * dim_padded // _WARP_ELEMENTS)),
     )

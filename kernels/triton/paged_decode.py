@@ -22,7 +22,7 @@ from kernels.triton.soft_cap import capped
 _LOG2_E = math.log2(math.e)
 _SPLIT_TOKENS = 512
 _KEYS = 64  # per loop iteration
-_KEY_BYTES = 512  # a longer head takes fewer keys: consumer GPUs have 99 KiB of shared memory
+_KEY_BYTES = 256  # a longer head takes fewer keys: consumer GPUs have 99 KiB of shared memory, and registers spill
 _MIN_DOT = 16  # smallest dimension of a tl.dot
 _MIN_BATCH = 16  # smaller batches are compiled as one of this size
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # so that some compute while others wait for memory

@@ -12,8 +12,7 @@ from kernels.kv_cache import PagedKV
 from kernels.triton.soft_cap import capped
 
 _LOG2_E = math.log2(math.e)
-_TILE = 64  # query tokens of a program, keys of a loop iteration
-_TILE_ROW_BYTES = 256  # a longer head takes smaller tiles: consumer GPUs have 99 KiB of shared memory
+_ROW_BYTES = 256  # of a head, for which the tiles are meant
 _MIN_DOT = 16  # smallest dimension of a tl.dot
 
 
@@ -39,7 +38,7 @@ def prefill_kernel(
     DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,  # at least QUERIES: whatever its window, each query sees one of the first keys
+    KEYS: tl.constexpr,
     WINDOW: tl.constexpr,  # latest tokens that a query sees, or None: all
     SOFT_CAP_LOG2E: tl.constexpr,  # or None
 ):
@@ -81,8 +80,11 @@ def prefill_kernel(
                 visible &= position[None, :] > tl.minimum(num_before + i[:, None], end - 1) - WINDOW
             scores = tl.where(visible, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_peak[:, None])
-            factor = tl.exp2(peak - new_peak)
+            base = new_peak
+            if WINDOW is not None:  # the last queries of a tile may see none of the first keys
+                base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - base[:, None])
+            factor = tl.exp2(peak - base)
             total = total * factor + tl.sum(weights, 1)
             v = tl.load(v_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
             acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
@@ -90,6 +92,18 @@ def prefill_kernel(
 
         to = out_ptr + (token[:, None] * num_heads + head) * HEAD_DIM + d[None, :]
         tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def tile(dtype: torch.dtype, dim_padded: int) -> tuple[int, int]:
+    """(query tokens of a program, keys of a loop iteration): what spills no registers, with 8 warps.
+
+    A longer head takes smaller tiles: consumer GPUs have 99 KiB of shared memory. float32 is computed without matrix
+    units, from registers.
+    """
+    queries = 32 if dtype == torch.float32 else 128
+    keys = 32 if torch.version.hip else 64
+    shrink = triton.cdiv(dim_padded * dtype.itemsize, _ROW_BYTES)
+    return max(_MIN_DOT, queries // shrink), max(_MIN_DOT, keys // shrink)
 
 
 def paged_prefill(
@@ -109,17 +123,17 @@ def paged_prefill(
     if num_tokens == 0:
         return
     dim_padded = max(_MIN_DOT, triton.next_power_of_2(head_dim))
-    tile = max(_MIN_DOT, min(_TILE, _TILE * _TILE_ROW_BYTES // (dim_padded * q.element_size())))
-    prefill_kernel[(triton.cdiv(num_tokens, tile), num_heads, num_sequences)](
+    queries, keys = tile(q.dtype, dim_padded)
+    prefill_kernel[(triton.cdiv(num_tokens, queries), num_heads, num_sequences)](
         *(q, kv.k, kv.v, block_tables, cu_seqlens.contiguous(), context_lens.contiguous(), out),
         *(scale * _LOG2_E, num_heads, q.stride(0), q.stride(1), *kv.k.stride()[:3], block_tables.stride(0)),
         GROUP=num_heads // kv.num_heads,
         HEAD_DIM=head_dim,
         DIM_PADDED=dim_padded,
         BLOCK_SIZE=kv.block_size,
-        QUERIES=tile,
-        KEYS=tile,
+        QUERIES=queries,
+        KEYS=keys,
         WINDOW=sliding_window,
         SOFT_CAP_LOG2E=None if soft_cap is None else soft_cap * _LOG2_E,
-        num_warps=4,
+        num_warps=8,
     )

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+_WARP_ELEMENTS = 1024  # of the halves of q: then k, which is smaller, is still loaded 16 bytes a lane
+
 
 @triton.jit
 def rotate_heads(
@@ -62,6 +64,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.T
     if num_tokens == 0:
         return
     k_heads = k.shape[1]
+    half = triton.next_power_of_2(head_dim // 2)
     rope_kernel[(num_tokens,)](
         *(q, k, positions.contiguous(), cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1)),
         Q_HEADS=q_heads,
@@ -69,6 +72,6 @@ def rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.T
         K_HEADS=k_heads,
         K_HEADS_PADDED=triton.next_power_of_2(k_heads),
         HALF=head_dim // 2,
-        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
-        num_warps=4,
+        HALF_PADDED=half,
+        num_warps=max(1, min(8, triton.next_power_of_2(q_heads) * half // _WARP_ELEMENTS)),
     )

@@ -1,105 +1,71 @@
-"""Compiles every Triton kernel for GPUs that are not here: `python -m tests.kernels.triton_compile CAPABILITY...`.
+"""Compiles every Triton kernel for GPUs that are not here and looks at the machine code.
 
-The interpreter accepts what the compiler refuses. A driver that only names its target lets the real launchers run on
-CPU tensors; each launch compiles, specialised as on the device, and is not run. Prints one line a kernel and target
-with its shared memory; a kernel that the compiler refuses, or that wants more shared memory than the target has, ends
-it with 1.
+    python -m tests.kernels.triton_compile [TARGET ...] [--only TEXT] [--quick] [--write]
+
+The interpreter accepts what the compiler refuses, and neither says what the machine code is worth. For each target,
+kernel and configuration: registers, spilled bytes, shared memory, matrix instructions, share of the bytes that come by
+wide loads. Ends with 1 when a figure breaks a limit (compiled/expectations.py) or is worse than in
+docs/kernels-compiled.md, and names target, kernel, configuration, figure and limit. `--write` writes what was compiled
+into that table. `--quick` compiles the part that CI does, `--only` the configurations with a text in their names.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import get_context
+from pathlib import Path
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
-from kernels import gelu_mul, kv_write, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul
-from kernels.kv_cache import PagedKV
+from tests.kernels.compiled import table
+from tests.kernels.compiled.table import Result, Row
+from tests.kernels.compiled.targets import TARGETS
 
-SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+TABLE = Path(__file__).parents[2] / "docs" / "kernels-compiled.md"
 
 
-class CompileOnlyDriver:
-    """What Triton asks of a driver before it launches."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability  # also our device number: Triton keeps what it compiled by device
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return device
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
+def compile_all(targets: Sequence[str], quick: bool, only: str) -> Result:
+    """A process a target, as many at a time as there are cores: Triton holds the interpreter's lock."""
+    workers = min(len(targets), len(os.sched_getaffinity(0)))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
+    with pool:
+        results = list(pool.map(table.compile_rows, targets, repeat(quick), repeat(only)))
+    return Result([row for r in results for row in r.rows], [text for r in results for text in r.violations])
 
 
-def run_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """Calls both attention ops; what they compute is not looked at."""
-    cache = torch.zeros(8, 1, 2, 3, 16, head_dim, dtype=dtype)
-    kv = PagedKV(cache[:, 0, 0], cache[:, 0, 1])
-    q = torch.zeros(4, 9, head_dim, dtype=dtype)
-    tables, lengths = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
-    starts = torch.arange(5, dtype=torch.int32)
-    for window, cap in ((None, None), (20, None), (None, 50.0)):
-        paged_decode.paged_decode(*(q, kv, tables, lengths, 0.1), sliding_window=window, soft_cap=cap, backend="triton")
-        paged_prefill.paged_prefill(
-            *(q, kv, tables, starts, lengths, 0.1), sliding_window=window, soft_cap=cap, backend="triton"
-        )
-
-
-def run_other_ops(dtype: torch.dtype, head_dim: int) -> None:
-    """Calls every other op that has a Triton implementation."""
-    cache = torch.zeros(8, 1, 2, 3, 16, head_dim, dtype=dtype)
-    q, k = torch.zeros(4, 9, head_dim, dtype=dtype), torch.zeros(4, 3, head_dim, dtype=dtype)
-    slots, angles = torch.zeros(4, dtype=torch.int64), torch.zeros(32, head_dim // 2)
-    x, weight = torch.zeros(4, 576, dtype=dtype), torch.zeros(576, dtype=dtype)
-    kv_write.kv_write(k, k, PagedKV(cache[:, 0, 0], cache[:, 0, 1]), slots, backend="triton")
-    rms_norm.rms_norm(x, weight, 1e-5, backend="triton")
-    rms_norm.fused_add_rms_norm(x, x, weight, 1e-5, backend="triton")
-    rope.rope(q, k, slots, angles, angles, backend="triton")
-    silu_mul.silu_mul(x, backend="triton")
-    gelu_mul.gelu_mul(x, backend="triton")
-    logits = torch.zeros(2, 49_152)
-    sampling.filter_logits(logits, [5, 0], [0.9, 0.5], [0.0, 0.1], backend="triton")
-    sampling.draw(logits.softmax(-1), [0.1, 0.2], backend="triton")
-
-
-def compile_for(capability: int) -> list[str]:
-    """One line a compiled launch; the offending ones begin with TOO LARGE."""
-    lines = []
-    stock_run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled = stock_run(self, *args, grid=grid, warmup=True, **options)
-        shared = compiled.metadata.shared
-        verdict = "" if shared <= SHARED_BYTES[capability] else "TOO LARGE "
-        lines.append(f"{verdict}sm_{capability} {self.fn.__name__} {shared} bytes shared")
-
-    driver.set_active(CompileOnlyDriver(capability))
-    JITFunction.run = compile_only
-    try:
-        for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 128)):
-            run_attention(dtype, head_dim)
-        run_other_ops(torch.bfloat16, head_dim=128)
-    finally:
-        JITFunction.run = stock_run
-    return lines
+def write(rows: Sequence[Row]) -> None:
+    """Replaces the table, keeps the text before it."""
+    before, _, _ = TABLE.read_text().partition(table.HEADER)
+    TABLE.write_text(before + table.to_markdown(rows))
 
 
 def main() -> int:
-    torch.set_num_threads(1)
-    lines = [line for capability in sys.argv[1:] for line in compile_for(int(capability))]
-    print("\n".join(lines))
-    return int(any(line.startswith("TOO LARGE") for line in lines))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; none: all")
+    parser.add_argument("--only", default="", metavar="TEXT", help="configurations with it in their names")
+    parser.add_argument("--quick", action="store_true", help="the configurations that CI compiles")
+    parser.add_argument("--write", action="store_true", help="write the table anew")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.targets) - set(TARGETS):
+        parser.error(f"TARGET = {', '.join(sorted(unknown))}: must be of {', '.join(TARGETS)}")
+    complete = not (arguments.targets or arguments.quick or arguments.only)
+    result = compile_all(arguments.targets or list(TARGETS), arguments.quick, arguments.only)
+    print(table.to_markdown(result.rows), end="")
+    reference = table.from_markdown(TABLE.read_text())
+    violations = list(result.violations)
+    if arguments.write:
+        write(result.rows if complete else table.merged(reference, result.rows))
+    else:
+        violations += table.regressions(result.rows, reference)
+        violations += table.stale(result.rows, reference) if complete else ()
+    for violation in violations:
+        print(violation, file=sys.stderr)
+    return int(bool(violations))
 
 
 if __name__ == "__main__":
