@@ -34,14 +34,15 @@ class KVCache:
         copy_blocks(self.blocks, [c.source for c in copies], [c.target for c in copies])
 
 
-def kv_cache(kv_memory: NDArray[np.uint8], model: ModelInfo, block_size: int) -> KVCache:
+def kv_cache(kv_memory: NDArray[np.uint8] | torch.Tensor, model: ModelInfo, block_size: int) -> KVCache:
     """The cache over `kv_memory`, as engine/kv_format.py lays it out. Raises ValueError unless it is whole blocks."""
     block_bytes = kv_block_bytes(model, block_size)
-    if kv_memory.size == 0 or kv_memory.size % block_bytes:
-        raise ValueError(f"kv_memory has {kv_memory.size} bytes: must be a multiple of a block's {block_bytes}")
-    blocks = torch.from_numpy(kv_memory).view(-1, block_bytes)
+    memory = torch.as_tensor(kv_memory)
+    if memory.numel() == 0 or memory.numel() % block_bytes:
+        raise ValueError(f"kv_memory has {memory.numel()} bytes: must be a multiple of a block's {block_bytes}")
+    blocks = memory.view(-1, block_bytes)
     by_layer = blocks.view(len(blocks), model.num_layers, -1).unbind(1)
-    return KVCache(blocks, tuple(_layer(memory, model, block_size) for memory in by_layer))
+    return KVCache(blocks, tuple(_layer(each, model, block_size) for each in by_layer))
 
 
 def _layer(memory: torch.Tensor, model: ModelInfo, block_size: int) -> PagedKV:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
+from engine.device import CPU, moved
 from engine.layers import decoder_of
 from engine.model_config import ModelConfig, read_config
 from engine.shard import WHOLE
 from engine.tensor_parallel.exchange import ALONE, Exchange
 from engine.weights import ModelWeights, load_weights
-from kernels.decoder import run_stages
+from kernels.decoder import ExpertsStage, run_stages
 from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
 from kernels.linear import linear
@@ -39,17 +40,25 @@ class Model:
         self._logit_soft_cap = config.logit_soft_cap
         self._weights = weights
         scale = config.hidden_size**0.5 if config.family.scaled_embedding else 1.0
-        self._embedding_scale = torch.tensor(scale, dtype=weights.dtype)  # rounded, as it was in training
-        self._decoder = decoder_of(config, weights)
+        device = weights.embedding.device
+        # rounded, as it was in training
+        self._embedding_scale = torch.tensor(scale, dtype=weights.dtype, device=device)
+        self._decoder = moved(decoder_of(config, weights), device)  # its rotary tables were made on the host
         num_stages = len(self._decoder.stages)
         at_once = num_stages if exchange.shard == WHOLE else 1  # what needs no sum over the ranks in between
         self._runs = [(first, first + at_once) for first in range(0, num_stages, at_once)]
 
     @classmethod
-    def load(cls, model_dir: Path, dtype: str, exchange: Exchange = ALONE) -> Model:
-        """Raises CheckpointError."""
+    def load(cls, model_dir: Path, dtype: str, exchange: Exchange = ALONE, device: torch.device = CPU) -> Model:
+        """The weights on `device`. Raises CheckpointError."""
         config = read_config(model_dir)
-        return cls(config, load_weights(model_dir, config, dtype, exchange.shard), exchange)
+        return cls(config, moved(load_weights(model_dir, config, dtype, exchange.shard), device), exchange)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step's work depends on shapes alone: experts are chosen, and ranks' sums made, on the host."""
+        experts = any(isinstance(stage, ExpertsStage) for stage in self._decoder.stages)
+        return self._exchange.shard == WHOLE and not experts
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, kv: Sequence[PagedKV]) -> torch.Tensor:

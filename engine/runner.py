@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, ModelInfo, ScheduledSequence
 from engine.checkpoint import model_info
+from engine.decode_graphs import Capture, DecodeGraphs
+from engine.device import capture_progress, device_capture, uploaded
 from engine.kv_cache import kv_cache
 from engine.model import Model
 from engine.sampler import SampleRow, sample
@@ -22,31 +24,37 @@ from kernels.flat_batch import FlatBatch
 
 
 class TorchRunner:
-    """An `engine.batch.Runner` on the CPU; belongs to the one thread that calls `execute`.
+    """An `engine.batch.Runner`; belongs to the one thread that calls `execute`.
 
-    Borrows `kv_memory`, uint8 [num_bytes], as its KV cache (engine/kv_format.py). `exchange` is the first rank's of a
-    tensor-parallel pod, whose other ranks compute what it announces. Raises CheckpointError for the
-    model, ValueError for a memory that is not a whole number of blocks.
+    Borrows `kv_memory`, uint8 [num_bytes], as its KV cache (engine/kv_format.py), and computes where that memory lies:
+    on the CPU, or on the current CUDA device if it is a tensor there. On CUDA, decode steps of up to `max_decode_rows`
+    rows (sequences and their drafts) are captured as graphs, which takes a second each; `capture` says how to capture
+    elsewhere. `exchange` is the first rank's of a tensor-parallel pod, whose other ranks compute what it announces.
+    Raises CheckpointError for the model, ValueError for a memory that is not a whole number of blocks.
     """
 
     def __init__(
         self,
         model_dir: Path,
         *,
-        kv_memory: NDArray[np.uint8],
+        kv_memory: NDArray[np.uint8] | torch.Tensor,
         block_size: int,
         dtype: str,
         kv_dtype: str = "auto",
         num_threads: int,
         exchange: Exchange = ALONE,
+        max_decode_rows: int = 64,
+        capture: Capture | None = None,
     ) -> None:
         self._model_info = model_info(model_dir, dtype, kv_dtype=kv_dtype)
         self._block_size = block_size
         self._num_threads = num_threads
         self._kv = kv_cache(kv_memory, self._model_info, block_size)
         torch.set_num_threads(num_threads)
-        self._torch_model = Model.load(model_dir, dtype, exchange)
+        self._device = self._kv.blocks.device
+        self._torch_model = Model.load(model_dir, dtype, exchange, self._device)
         self._caches = self._kv.of_heads(self._torch_model.kv_heads)
+        self._graphs = self._decode_graphs(capture or device_capture(self._device), max_decode_rows)
 
     @property
     def model(self) -> ModelInfo:
@@ -60,7 +68,7 @@ class TorchRunner:
             return []
         decodes_first = sorted(range(len(batch.sequences)), key=lambda i: len(batch.sequences[i].token_ids) > 1)
         ordered = [batch.sequences[i] for i in decodes_first]
-        logits = self._torch_model.forward(flatten(ordered, self._block_size), self._caches)
+        logits = self._logits(flatten(ordered, self._block_size))
         rows = [row for s in ordered if s.sample for row in sample_rows(s)]
         drawn = iter(sample(logits, rows, self._model_info.eos_token_ids))
         results: list[tuple[SampledToken, ...]] = [()] * len(ordered)
@@ -68,6 +76,28 @@ class TorchRunner:
             if s.sample:
                 results[i] = verified(s.draft_ids, tuple(islice(drawn, 1 + len(s.draft_ids))))
         return results
+
+    def _logits(self, batch: FlatBatch) -> torch.Tensor:
+        """float32 [R, V] on the device. batch: on the host."""
+        if self._graphs is not None and self._graphs.take(batch):
+            return self._graphs.forward(batch)
+        return self._forward(uploaded(batch, self._device))
+
+    def _forward(self, batch: FlatBatch) -> torch.Tensor:
+        return self._torch_model.forward(batch, self._caches)
+
+    def _decode_graphs(self, capture: Capture | None, max_rows: int) -> DecodeGraphs | None:
+        if capture is None or not self._torch_model.capturable:
+            return None
+        longest = -(-self._model_info.max_model_len // self._block_size)
+        return DecodeGraphs(
+            self._forward,
+            capture,
+            max_rows=max_rows,
+            table_width=min(longest, self._kv.blocks.shape[0]),
+            device=self._device,
+            progress=capture_progress,
+        )
 
 
 def sample_rows(scheduled: ScheduledSequence) -> list[SampleRow]:

@@ -59,6 +59,7 @@ class PodPlan:
 
 def resolve(settings: PodSettings, role: str) -> PodPlan:
     """Reads the checkpoint's header, not its weights. Raises StartupError."""
+    _check_device(settings)
     engine = settings.engine if settings.engine != "auto" else "fake" if settings.model == "fake" else "torch"
     model_dir, model = (None, FAKE_MODEL) if engine == "fake" else _checkpoint(settings)
     if settings.tensor_parallel > 1:
@@ -82,6 +83,15 @@ def resolve(settings: PodSettings, role: str) -> PodPlan:
         num_threads=max(1, (settings.num_threads or len(os.sched_getaffinity(0))) // settings.tensor_parallel),
         speculation=speculation,
     )
+
+
+def _check_device(settings: PodSettings) -> None:
+    """Raises StartupError."""
+    if settings.device == "cuda":
+        raise StartupError(
+            "device = cuda: pods cannot serve from a GPU yet, because KV blocks move between them through host memory; "
+            "use device = cpu (docs/gpu.md says what runs on a GPU)"
+        )
 
 
 def _checkpoint(settings: PodSettings) -> tuple[Path, ModelInfo]:

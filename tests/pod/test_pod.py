@@ -128,6 +128,11 @@ def test_settings_left_open_are_resolved() -> None:
     assert f"num_blocks={plan.num_blocks}" in plan.describe()
 
 
+def test_a_gpu_is_refused_with_the_reason() -> None:
+    with pytest.raises(StartupError, match="device = cuda: pods cannot serve from a GPU yet, because KV blocks move"):
+        resolved(model="fake", device="cuda")
+
+
 def test_the_cache_s_size_can_be_given_in_bytes() -> None:
     assert resolved(model="fake", kv_memory_bytes=10_000).num_blocks == 10_000 // 256
 
