@@ -73,6 +73,14 @@ bench-engine: $(WARM_STAMP) ## the whole path against vLLM and llama.cpp: make b
 mutants: $(TEST_STAMP) ## plant known mistakes in the Triton kernels: the tests must notice each (some 15 minutes)
 	@exec $(PY) -m tests.kernels.mutants $(ARGS)
 
+.PHONY: bench-gpu
+bench-gpu: $(TEST_STAMP) ## GPU kernels and steps against their roofline and other libraries
+	@exec $(PY) -m bench.kernels.bench_gpu $(ARGS)
+
+.PHONY: compile-table
+compile-table: $(TEST_STAMP) ## compile the Triton kernels for GPUs that are not here, compare machine code with the table
+	@exec $(PY) -m tests.kernels.triton_compile $(ARGS)
+
 .PHONY: proto
 proto: $(TEST_STAMP) ## generate the Python of proto/*.proto
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m proto.generate
