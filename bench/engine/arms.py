@@ -10,7 +10,7 @@ from typing import Protocol
 
 from bench.engine import llama_cpp, ours, vllm
 from bench.engine.cases import CASES, NUM_STREAMS, PREFILL_LENGTHS, Measured, warm_up
-from bench.engine.catalogue import LLAMA_KINDS, OURS, VLLM_CHUNKS
+from bench.engine.catalogue import CASE_ARMS, LLAMA_KINDS, OURS, VLLM_CHUNKS
 from bench.engine.memory import resident
 from bench.engine.paths import Peers
 from bench.engine.servers import NotRun, Server, ServerSpec
@@ -141,10 +141,15 @@ class Makers:
             raise NotRun("no directory of peers was given (--peers DIR; make bench-peers DIR=...)")
         if name in LLAMA_KINDS:
             gguf = await asyncio.to_thread(_gguf, self._peers, LLAMA_KINDS[name])
-            return llama_cpp.spec(name, self._peers, gguf, self._cores)
+            return llama_cpp.spec(name, self._peers, gguf, self._cores, slots_of(name))
         if name == "vllm_pd":
             return vllm.disaggregated(name, self._peers, self._model, self._cores)
         return vllm.colocated(name, self._peers, self._model, self._cores, VLLM_CHUNKS.get(name))
+
+
+def slots_of(arm: str) -> int:
+    """As many as the largest case that runs on `arm` needs, its warm-up apart, which queues."""
+    return 1 if all(arm not in CASE_ARMS[case] for case in ("streams", "pd", "steady")) else NUM_STREAMS
 
 
 def _gguf(peers: Peers, kind: str) -> Path:

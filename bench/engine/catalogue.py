@@ -10,7 +10,7 @@ from bench.engine.cases import PREFILL_LENGTHS
 LINEAR_FLOPS = 2 * 106_168_320  # of one prompt token in the default model's layers; the head runs for the last alone
 CHUNKS = (128, 256, 512)  # tokens a step among which vLLM's best is looked for
 
-OURS = ("ours", "ours_int8", "ours_int4", "ours_pd")
+OURS = ("ours", "ours_int8", "ours_int4", "ours_pd", "ours_pd_unpinned")
 VLLM_CHUNKS = {f"vllm_chunk{size}": size for size in CHUNKS}
 LLAMA_KINDS = {"llama_cpp_f16": "F16", "llama_cpp_q4_0": "Q4_0", "llama_cpp_q4_1": "Q4_1"}
 ARMS = (*OURS, "vllm", *VLLM_CHUNKS, "vllm_pd", *LLAMA_KINDS, "hf_float32", "limits")
@@ -23,7 +23,7 @@ CASE_ARMS: dict[str, tuple[str, ...]] = {
     "streams": ("ours", "ours_int8", "vllm", "llama_cpp_f16", "hf_float32"),
     "prefill": ("limits", "ours", "vllm", "llama_cpp_f16", "hf_float32"),
     "memory": ("ours", "vllm", "llama_cpp_f16"),
-    "pd": ("ours_pd", "ours", "vllm_pd", "llama_cpp_f16"),
+    "pd": ("ours_pd", "ours_pd_unpinned", "ours", "vllm_pd", "llama_cpp_f16"),
     "steady": ("ours_pd", "ours", *VLLM_CHUNKS, "vllm_pd", "llama_cpp_f16"),
 }
 
@@ -98,4 +98,5 @@ def informative() -> list[Bar]:
         for peer in ("ours", "llama_cpp_f16")
         for name, metric in (("streams", "streams.tok_s"), ("itl_p99", "steady.itl_p99_ms"))
     ]
+    pd.append(against("pd_streams_to_ours_pd_unpinned", "streams.tok_s", "ours_pd", "ours_pd_unpinned"))
     return [*lines, *pd, against("memory_of_a_pod_to_llama_cpp_f16", "memory.mb", "ours", "llama_cpp_f16")]

@@ -10,12 +10,12 @@ from bench.engine.paths import Peers
 from bench.engine.servers import MODEL_NAME, NotRun, Program, ServerSpec, flags, free_port
 
 START_TIMEOUT_S = 180.0
-SLOTS, SLOT_TOKENS = 16, 5120
+SLOT_TOKENS = 5120
 KV_LINE = re.compile(r"KV buffer size = +([0-9.]+) MiB")
 
 
-def spec(name: str, peers: Peers, gguf: Path, cores: frozenset[int]) -> ServerSpec:
-    """`gguf` as `convert` or `quantise` made it. Raises NotRun."""
+def spec(name: str, peers: Peers, gguf: Path, cores: frozenset[int], slots: int) -> ServerSpec:
+    """`slots`: how many streams it can hold; each has its cache from the start. Raises NotRun."""
     program = peers.llama_program("llama-server")
     if program is None:
         raise NotRun("llama.cpp is not installed (make bench-peers)")
@@ -27,8 +27,8 @@ def spec(name: str, peers: Peers, gguf: Path, cores: frozenset[int]) -> ServerSp
         "port": port,
         "threads": len(cores),
         "threads-batch": len(cores),
-        "parallel": SLOTS,
-        "ctx-size": SLOTS * SLOT_TOKENS,
+        "parallel": slots,
+        "ctx-size": slots * SLOT_TOKENS,
         "batch-size": 2048,
         "ubatch-size": 512,
         "flash-attn": "on",

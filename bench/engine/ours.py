@@ -18,6 +18,11 @@ POD_SETTINGS: dict[str, dict[str, str]] = {
     "ours_int8": {"quantization": "int8", "kv_dtype": "int8"},
     "ours_int4": {"quantization": "int4"},
     "ours_pd": {},
+    "ours_pd_unpinned": {},
+}
+SHAPES: dict[str, tuple[str, ...]] = {
+    "ours_pd": ("--prefill", "1", "--decode", "1"),
+    "ours_pd_unpinned": ("--prefill", "1", "--decode", "1", "--no-pin"),
 }
 
 
@@ -36,7 +41,7 @@ def spec(arm: str, model: Path, run_dir: Path, cores: frozenset[int]) -> ServerS
         "run-dir": run_dir / arm,
         "log-level": "warning",
     }
-    shape = ("--prefill", "1", "--decode", "1") if arm.endswith("_pd") else ("--colocated",)
+    shape = SHAPES.get(arm, ("--colocated",))
     return ServerSpec(
         name=arm,
         programs=(
