@@ -206,7 +206,7 @@ MUTANTS = [
         ("nibbles in plain order", "i % 2 * 16 + i // 2 * 4", "i * 4"),
         ("middle not subtracted", "& 15) - SUBTRACT", "& 15)"),
         ("bytes without a sign", "(pieces[:, None, :] << (24 - 8 * i)) >> 24", "(pieces[:, None, :] >> (8 * i)) & 255"),
-        ("wrong panel", "panel = (n // PANEL)", "panel = (n // COLUMNS)"),
+        ("wrong panel", "panel = (n // PANEL)", "panel = (n // (2 * PANEL))"),
         ("columns past the last read", "(k < depth)[None, :]", "(k < depth + 1)[None, :]"),
     ),
 ]

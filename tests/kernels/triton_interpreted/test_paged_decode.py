@@ -45,6 +45,13 @@ def test_neither_the_batch_nor_the_number_of_programs_changes_a_bit(
     assert torch.equal(decode(case), expected)
 
 
+def test_many_splits_are_merged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks that rise and fall from split to split."""
+    monkeypatch.setattr(implementation, "_SPLIT_TOKENS", 64)
+    case = attention(dataclasses.replace(RAGGED, num_kv_heads=1, lengths=((1, 1300), (1, 5))), scale=1.0)
+    assert_close(decode(case), case.expected)
+
+
 @given(padding=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_padding_rows_give_zeros(padding: list[bool]) -> None:
     case = attention(dataclasses.replace(RAGGED, lengths=((1, 5), (1, 513), (1, 9), (1, 16)), num_kv_heads=1))
