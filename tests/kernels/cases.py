@@ -164,6 +164,12 @@ class BlockMajor:
             self._scales[block, 1, :, :, slot] = tokens.scales[:, :, position]
 
 
+def slot_major(kv: PagedKV) -> PagedKV:
+    """The same cache in other strides: the heads of a slot side by side."""
+    k, v = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (kv.k, kv.v))
+    return dataclasses.replace(kv, k=k, v=v)
+
+
 def first_read(shape: Shape, num_new: int, context: int) -> int:
     """The first position of the first block that holds a key which one of the new tokens sees."""
     window = context if shape.sliding_window is None else shape.sliding_window

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kernels.paged_decode import paged_decode
 from kernels.triton import paged_decode as implementation
-from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes
+from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes, slot_major
 from tests.kernels.triton_interpreted.precisions import DTYPES, WEIGHT_ROUNDING
 
 RAGGED = Shape(2, 3, 64, 16, torch.float32, ((1, 1300), (1, 3), (1, 512), (1, 600)), seed=3)
@@ -30,6 +30,11 @@ def decode(case: Attention, rows: slice = slice(None)) -> torch.Tensor:
 def test_equals_dense_attention(shape: Shape) -> None:
     case = attention(shape)
     assert_close(decode(case), case.expected, extra=WEIGHT_ROUNDING[shape.dtype])
+
+
+def test_a_cache_of_other_strides() -> None:
+    case = attention(dataclasses.replace(RAGGED, lengths=((1, 70), (1, 16))))
+    assert_close(decode(dataclasses.replace(case, kv=slot_major(case.kv))), case.expected)
 
 
 @pytest.mark.parametrize("window", [None, 700])

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels.paged_prefill import paged_prefill
-from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes
+from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes, slot_major
 from tests.kernels.triton_interpreted.precisions import DTYPES, WEIGHT_ROUNDING
 
 CHUNKS = Shape(2, 3, 64, 16, torch.float32, ((70, 180), (1, 17), (5, 5)), seed=3)
@@ -29,6 +29,11 @@ def prefill(case: Attention) -> torch.Tensor:
 def test_equals_dense_attention(shape: Shape) -> None:
     case = attention(shape)
     assert_close(prefill(case), case.expected, extra=WEIGHT_ROUNDING[shape.dtype])
+
+
+def test_a_cache_of_other_strides() -> None:
+    case = attention(dataclasses.replace(CHUNKS, lengths=((20, 70), (3, 16))))
+    assert_close(prefill(dataclasses.replace(case, kv=slot_major(case.kv))), case.expected)
 
 
 @given(split=st.integers(1, 69))
