@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from bench.engine.client import Endpoint
+from bench.engine.client import Endpoint, RequestFailed
 from bench.engine.metrics import Timeline, median_tpot, percentile, summary
 from bench.engine.workload import Request, requests
 
@@ -57,35 +57,46 @@ async def steady(endpoint: Endpoint, number: int) -> Measured:
     """8 streams that never end while a prompt of 4,096 tokens arrives every 5 s: the gaps that the 8 see meanwhile."""
     length = 4096  # more than a window holds: they are cut off
     timelines = [Timeline(0.0) for _ in range(NUM_STEADY)]
-    tasks = [
+    steady_ = [
         asyncio.create_task(endpoint.run(request, timeline))
         for request, timeline in zip(requests("steady", number, NUM_STEADY, 128, length), timelines, strict=True)
     ]
+    long: list[asyncio.Task[Timeline]] = []
     try:
-        await _all_began(timelines, tasks)
+        await _all_began(timelines, steady_)
         await asyncio.sleep(STEADY_LEAD_S)
         begin = time.perf_counter()
-        finished = await _long_prompts(endpoint, number, tasks)
+        await _send_long_prompts(endpoint, number, long)
         gaps = [gap for t in timelines for gap in t.gaps(begin, begin + STEADY_S)]
+        _check_steady(steady_)
+        prompts = outcomes(long)
     finally:
-        await _cancel(tasks)
+        await _cancel([*steady_, *long])
     itl = {f"steady.itl_p{share}_ms": percentile(gaps, share / 100) * 1e3 for share in (50, 99)}
-    return {**itl, "steady.itl_max_ms": max(gaps) * 1e3, "steady.tok_s": len(gaps) / STEADY_S, **finished}
+    return {**itl, "steady.itl_max_ms": max(gaps) * 1e3, "steady.tok_s": len(gaps) / STEADY_S, **prompts}
 
 
-async def _long_prompts(endpoint: Endpoint, number: int, tasks: list[asyncio.Task[Timeline]]) -> Measured:
+async def _send_long_prompts(endpoint: Endpoint, number: int, tasks: list[asyncio.Task[Timeline]]) -> None:
     """One every LONG_EVERY_S for STEADY_S, however long those before take; appended to `tasks`."""
-    begin, num_steady = time.perf_counter(), len(tasks)
+    begin = time.perf_counter()
     for i, request in enumerate(requests("long", number, int(STEADY_S / LONG_EVERY_S), LONG_PROMPT, 2)):
         await asyncio.sleep(max(0.0, begin + i * LONG_EVERY_S - time.perf_counter()))
         tasks.append(asyncio.create_task(endpoint.run(request)))
     await asyncio.sleep(max(0.0, begin + STEADY_S - time.perf_counter()))
+
+
+def _check_steady(tasks: Sequence[asyncio.Task[Timeline]]) -> None:
+    for task in tasks:
+        if task.done():
+            task.result()
+            raise RequestFailed("a steady stream ended before the window did")
+
+
+def outcomes(tasks: Sequence[asyncio.Task[Timeline]]) -> Measured:
+    """How many of the long prompts were answered, and refused (by an overloaded server), within the window."""
     ended = [task for task in tasks if task.done()]
-    for task in ended:
-        task.result()  # a stream that failed fails the case
-    if any(task.done() for task in tasks[:num_steady]):
-        raise RuntimeError("a steady stream ended before the window did: raise its length")
-    return {"steady.long_finished": float(len(ended))}
+    refused = sum(1 for task in ended if task.exception())
+    return {"steady.long_finished": float(len(ended) - refused), "steady.long_refused": float(refused)}
 
 
 async def _all_began(timelines: list[Timeline], tasks: list[asyncio.Task[Timeline]]) -> None:
