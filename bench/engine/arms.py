@@ -44,7 +44,7 @@ class ServerArm:
     async def measure(self, case: str, number: int) -> Measured:
         if case == "memory":
             return {"memory.mb": self._memory_bytes() / 1e6}
-        return await CASES["streams" if case == "pd" else case](self._server.endpoint, number)
+        return await CASES[case](self._server.endpoint, number)
 
     def _memory_bytes(self) -> int:
         """Of ours: one pod with all that it maps. Of a peer: its processes together, shared pages counted once."""
@@ -149,7 +149,7 @@ class Makers:
 
 def slots_of(arm: str) -> int:
     """As many as the largest case that runs on `arm` needs, its warm-up apart, which queues."""
-    return 1 if all(arm not in CASE_ARMS[case] for case in ("streams", "pd", "steady")) else NUM_STREAMS
+    return 1 if all(arm not in CASE_ARMS[case] for case in ("streams", "pd", "steady", "chunks")) else NUM_STREAMS
 
 
 def _gguf(peers: Peers, kind: str) -> Path:

@@ -1,7 +1,7 @@
 """The whole path against its peers, server against server, with one client: `python -m bench.engine.bench_engine`.
 
     --peers DIR     where `make bench-peers` put vLLM and llama.cpp (or PDSERVE_BENCH_PEERS); without it only we run
-    --only A,B      cases: single eight streams prefill memory pd steady
+    --only A,B      cases: single eight streams prefill memory pd steady chunks
     --arms A,B      arms, of those that the chosen cases have
     --rounds N      every arm has its turn in every round; values are medians over rounds
     --json FILE     everything measured

@@ -120,4 +120,12 @@ async def warm_up(endpoint: Endpoint) -> None:
     await together(endpoint, requests("warm", 0, NUM_STREAMS, 64, 8))
 
 
-CASES: dict[str, Case] = {"single": single, "eight": eight, "streams": streams, "prefill": prefill, "steady": steady}
+CASES: dict[str, Case] = {
+    "single": single,
+    "eight": eight,
+    "streams": streams,
+    "prefill": prefill,
+    "pd": streams,
+    "steady": steady,
+    "chunks": steady,
+}

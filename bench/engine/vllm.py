@@ -12,6 +12,7 @@ from engine.checkpoint import resolve_dtype
 
 KV_GIB = 1
 MAX_MODEL_LEN = 8192
+CHUNKED_SEQS = 32  # of one step; vLLM wants no more of them than tokens
 START_TIMEOUT_S = 600.0
 TCMALLOC = "libtcmalloc_minimal.so.4"  # of Debian's libtcmalloc-minimal4; vLLM's documents ask for it
 LIBRARY_DIRECTORIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
@@ -19,7 +20,8 @@ LIBRARY_DIRECTORIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
 
 def colocated(name: str, peers: Peers, model: Path, cores: frozenset[int], chunk: int | None = None) -> ServerSpec:
     """`chunk`: tokens of one step; None: vLLM's own choice. Raises NotRun."""
-    program = engine(name, peers, model, cores, {"max-num-batched-tokens": chunk}, {})
+    options = {"max-num-batched-tokens": chunk, "max-num-seqs": CHUNKED_SEQS} if chunk else {}
+    program = engine(name, peers, model, cores, options, {})
     return ServerSpec(
         name=name, programs=(program,), start_timeout_s=START_TIMEOUT_S, kv_pool_bytes=lambda _logs: KV_GIB << 30
     )
