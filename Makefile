@@ -81,6 +81,10 @@ bench-gpu: $(TEST_STAMP) ## GPU kernels and steps against their roofline and oth
 compile-table: $(TEST_STAMP) ## compile the Triton kernels for GPUs that are not here, compare machine code with the table
 	@exec $(PY) -m tests.kernels.triton_compile $(ARGS)
 
+.PHONY: bench-speculation
+bench-speculation: $(TEST_STAMP) ## tokens by second with and without drafts, on text that repeats and text that does not
+	@exec $(PY) -m bench.engine.bench_speculation $(ARGS)
+
 .PHONY: proto
 proto: $(TEST_STAMP) ## generate the Python of proto/*.proto
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m proto.generate

@@ -1,17 +1,22 @@
 """How many drafts a step is worth. Pure; times come in.
 
 A draft that is right saves its sequence a step. Any draft is one more row of the step, which costs little where a step
-waits for the weights to be read, and its share where it computes. So a draft pays when its chance of being right, by
-the cost of a row, exceeds what the step yields anyway, tokens by time. With few sequences that allows unlikely drafts;
-with many only likely ones, or none.
+waits for the weights to be read, and its share where it computes. So the likeliest drafts are added as long as that
+raises what a step yields, tokens by time. With few sequences that allows unlikely drafts; with many only likely ones,
+or none.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+
 _RECENT = 0.9  # weight of the past at each draft seen: about the last ten count
+_UNLIKELY = 0.02  # a chance at which no draft can pay
 
 
 @dataclass(slots=True)
@@ -36,75 +41,77 @@ class Acceptance:
                 return
 
 
-class StepCost:
-    """What decode steps take as a function of their rows: a straight line through those of late.
+class StepTimes:
+    """What a step of decodes takes, by its rows: measured where it was tried lately, a line in between and beyond.
 
-    Fitted by least squares over exponentially weighted steps. While the number of rows hardly varies the slope follows
-    a prior: `PRIOR_ROW_COST` of a step of one row.
+    Times are kept for classes of rows, each about a fifth wider than the one before. Beyond them every row is taken to
+    add `ROW_SHARE` of the first, as where steps wait for the weights. Classes not tried for a while are forgotten, so
+    that one slow moment does not keep drafts away for good.
     """
 
-    PRIOR_ROW_COST = 0.1
-    _PAST = 0.98  # weight of the past at each step: about the last fifty count
-    _PRIOR_VARIANCE = 0.25  # rows squared: how much variation outweighs the prior
-    _SMALLEST, _LARGEST = 0.005, 1.0  # a row is never free, and never dearer than a step of its own
+    ROW_SHARE = 0.1
+    FORGOTTEN_AFTER = 500  # steps
+    _BOUNDS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 22, 27, 33, 40, 48, 58, 70, 84, 101, 122, 147, 177, 213, 256)
+    _PAST = 0.8  # weight of the past in a class's averages
 
     def __init__(self) -> None:
-        self._weight = self._rows = self._time = self._rows_squared = self._rows_time = 0.0
+        self._num_steps = 0
+        self._classes: dict[int, _RowClass] = {}
 
     def record(self, num_rows: int, duration_s: float) -> None:
-        past = self._PAST
-        self._weight = past * self._weight + 1
-        self._rows = past * self._rows + num_rows
-        self._time = past * self._time + duration_s
-        self._rows_squared = past * self._rows_squared + num_rows * num_rows
-        self._rows_time = past * self._rows_time + num_rows * duration_s
+        if duration_s <= 0:
+            return  # a clock that does not move: nothing to learn
+        self._num_steps += 1
+        index = bisect_left(self._BOUNDS, num_rows)
+        known = self._classes.get(index)
+        if known is None:
+            self._classes[index] = _RowClass(num_rows, duration_s, self._num_steps)
+            return
+        known.num_rows += (1 - self._PAST) * (num_rows - known.num_rows)
+        known.duration_s += (1 - self._PAST) * (duration_s - known.duration_s)
+        known.last_step = self._num_steps
 
-    @property
-    def first_row_s(self) -> float:
-        """What a step of one row takes; 0 before anything was recorded."""
-        return self._fit()[0]
-
-    @property
-    def row_cost(self) -> float:
-        """What one more row costs, as a part of a step of one row."""
-        first_row_s, slope_s = self._fit()
-        if first_row_s <= 0:
-            return self._LARGEST if slope_s > 0 else self.PRIOR_ROW_COST
-        return min(max(slope_s / first_row_s, self._SMALLEST), self._LARGEST)
-
-    def _fit(self) -> tuple[float, float]:
-        """Seconds of a step of one row and of each further row."""
-        if self._weight == 0:
-            return 0.0, 0.0
-        rows, time_s = self._rows / self._weight, self._time / self._weight
-        variance = self._rows_squared / self._weight - rows * rows
-        covariance = self._rows_time / self._weight - rows * time_s
-        prior_slope_s = self.PRIOR_ROW_COST * time_s / (1 + self.PRIOR_ROW_COST * (rows - 1))
-        slope_s = (covariance + self._PRIOR_VARIANCE * prior_slope_s) / (variance + self._PRIOR_VARIANCE)
-        return time_s - slope_s * (rows - 1), slope_s
+    def predict(self, num_rows: int, max_drafts: int) -> list[float]:
+        """Seconds of steps of num_rows .. num_rows + max_drafts rows; of no unit before anything was measured."""
+        oldest = self._num_steps - self.FORGOTTEN_AFTER
+        self._classes = {index: each for index, each in self._classes.items() if each.last_step > oldest}
+        known = [self._classes[index] for index in sorted(self._classes)] or [_RowClass(1.0, 1.0, 0)]
+        least, most = known[0], known[-1]
+        slope_s = self.ROW_SHARE * least.duration_s / (1 + self.ROW_SHARE * (least.num_rows - 1))
+        wanted = np.arange(num_rows, num_rows + max_drafts + 1)
+        rows = [1.0, *(each.num_rows for each in known), most.num_rows + wanted[-1]]
+        first_row_s = least.duration_s - slope_s * (least.num_rows - 1)
+        times = [first_row_s, *(each.duration_s for each in known), most.duration_s + slope_s * wanted[-1]]
+        predicted: list[float] = np.interp(wanted, rows, times).tolist()
+        return predicted
 
 
-def plan_depths(rates: Seq[float], limits: Seq[int], *, row_cost: float, depth_cost: float = 0.0) -> list[int]:
+@dataclass(slots=True)
+class _RowClass:
+    """Moving averages."""
+
+    num_rows: float
+    duration_s: float
+    last_step: int
+
+
+def plan_depths(rates: Seq[float], limits: Seq[int], step_s: Seq[float], depth_s: float = 0.0) -> list[int]:
     """How many drafts to verify for each sequence, at most its limit, for the most tokens by time.
 
-    rates: the chance of each sequence's draft to be right after right ones. row_cost: of one more row. depth_cost: of
-    guessing one draft more for all sequences. Both as parts of a step of one row.
+    rates: the chance of each sequence's draft to be right after right ones. step_s[i]: seconds of a step with i drafts,
+    for i up to the sum of `limits`. depth_s: seconds of guessing one draft more for all sequences.
     """
-    depths = [0] * len(rates)
-    tokens, cost = float(len(rates)), 1 + row_cost * (len(rates) - 1)
-    gains = {i: rate for i, rate in enumerate(rates) if limits[i] > 0}
-    while gains:
-        deeper_tokens, deeper_cost, taken = tokens, cost + depth_cost, []
-        for i in sorted(gains, key=gains.__getitem__, reverse=True):
-            if gains[i] * deeper_cost <= row_cost * deeper_tokens:
-                break
-            taken.append(i)
-            deeper_tokens += gains[i]
-            deeper_cost += row_cost
-        if deeper_tokens * cost <= tokens * deeper_cost:
-            break
-        tokens, cost = deeper_tokens, deeper_cost
-        for i in taken:
-            depths[i] += 1
-        gains = {i: gains[i] * rates[i] for i in taken if depths[i] < limits[i]}
-    return depths
+    likeliest = [(-rate, 1, i) for i, rate in enumerate(rates) if limits[i] > 0]  # of equal ones the shallowest
+    heapq.heapify(likeliest)
+    order: list[int] = []
+    tokens, deepest = float(len(rates)), 0
+    best, num_best = tokens / step_s[0], 0
+    while likeliest:
+        minus_gain, depth, i = heapq.heappop(likeliest)
+        order.append(i)
+        tokens, deepest = tokens - minus_gain, max(deepest, depth)
+        if (value := tokens / (step_s[len(order)] + deepest * depth_s)) > best:
+            best, num_best = value, len(order)
+        if depth < limits[i] and -minus_gain * rates[i] >= _UNLIKELY:
+            heapq.heappush(likeliest, (minus_gain * rates[i], depth + 1, i))
+    return [order[:num_best].count(i) for i in range(len(rates))]

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from engine.sequence import Sequence
-from engine.speculation.policy import Acceptance, StepCost, plan_depths
+from engine.speculation.policy import Acceptance, StepTimes, plan_depths
 from engine.speculation.proposer import DraftRequest, Proposer
 
 PROBE_EVERY = 32  # steps after which a sequence that gets no drafts is tried again, where guessing costs something
@@ -43,18 +43,15 @@ class Speculator:
         self._max_drafts = max_drafts
         self._max_model_len = max_model_len
         self._tracks: dict[str, _Track] = {}
-        self._cost = StepCost()
+        self._times = StepTimes()
 
     def depths(self, sequences: Seq[Sequence]) -> list[int]:
         """How many drafts each decoding sequence should get in this step."""
         tracks = [self._tracks.setdefault(seq.id, _Track()) for seq in sequences]
         limits = [self._limit(seq) for seq in sequences]
-        first_row_s = self._cost.first_row_s
+        step_s = self._times.predict(len(sequences), sum(limits))
         depths = plan_depths(
-            [track.acceptance.rate for track in tracks],
-            limits,
-            row_cost=self._cost.row_cost,
-            depth_cost=self._proposer.draft_s / first_row_s if first_row_s > 0 else 0.0,
+            [track.acceptance.rate for track in tracks], limits, step_s, depth_s=self._proposer.draft_s
         )
         probes = [self._probe(track, limit) for track, limit in zip(tracks, limits, strict=True)]
         return [max(*pair) for pair in zip(depths, probes, strict=True)]
@@ -78,7 +75,7 @@ class Speculator:
 
     def record(self, num_rows: int, duration_s: float) -> None:
         """What the computation of a step of decodes alone took."""
-        self._cost.record(num_rows, duration_s)
+        self._times.record(num_rows, duration_s)
 
     def forget(self, sequence_id: str) -> None:
         """It has left the engine."""

@@ -17,7 +17,8 @@ from engine.kv_cache import kv_cache
 from engine.kv_format import kv_block_bytes
 from engine.model import Model
 from engine.runner import TorchRunner, flatten
-from engine.sequence import SamplingParams, SequenceSpec
+from engine.sequence import SampledToken, SamplingParams, SequenceSpec
+from engine.speculation.ngram import NgramProposer
 from tests.engine.tiny_llama import scheduled
 from tests.reference_outputs import CASE_NAMES, ReferenceCase, reference_case, reference_cases
 
@@ -110,6 +111,31 @@ def test_preempted_and_recomputed(runner: TorchRunner) -> None:
     answers = run(core, cases)
     assert answers.num_preemptions > 0
     assert answers.tokens == expected(cases)
+
+
+def test_drafts_change_neither_tokens_nor_logprobs(runner: TorchRunner) -> None:
+    """Greedy and sampled, to the last bit of each log-probability."""
+    answers = []
+    for proposer in (None, NgramProposer(1, 3)):
+        core = EngineCore(runner, EngineConfig(num_blocks=NUM_BLOCKS, max_batched_tokens=128), proposer=proposer)
+        for case in reference_cases()[::2]:
+            if len(case.prompt_ids) < SHORT:
+                for temperature in (0.0, 0.8):
+                    params = SamplingParams(
+                        temperature=temperature, seed=7, max_tokens=24, ignore_eos=True, num_logprobs=0
+                    )
+                    core.add(
+                        SequenceSpec(
+                            sequence_id=f"{case.name} {temperature}", prompt_ids=case.prompt_ids, params=params
+                        )
+                    )
+        tokens: dict[str, list[SampledToken]] = {}
+        while core.has_work:
+            for event in core.step():
+                tokens.setdefault(event.sequence_id, []).append(event.token)
+        answers.append(tokens)
+    assert answers[1] == answers[0]
+    assert core.load().num_accepted > 10
 
 
 def test_bfloat16_logits_stay_near_float32() -> None:

@@ -16,7 +16,7 @@ from engine.runner import TorchRunner, flatten
 from engine.sequence import SampledToken, SamplingParams, SequenceSpec
 from engine.speculation import draft_model
 from engine.speculation.draft_model import DraftModel
-from engine.speculation.proposer import DraftRequest
+from engine.speculation.proposer import DraftRequest, Proposer
 from engine.speculation.vocabulary import check_same_vocabulary
 from kernels.flat_batch import FlatBatch
 from tests.engine.tiny_llama import BLOCK_SIZE, make_checkpoint, random_ids
@@ -39,7 +39,15 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine(target: Path, draft: Path | None, num_blocks: int = NUM_BLOCKS, num_draft_tokens: int = 3) -> EngineCore:
+def engine(target: Path, draft: Path | None, num_blocks: int = NUM_BLOCKS) -> EngineCore:
+    generations = np.zeros(num_blocks, np.uint64)
+    proposer = None if draft is None else drafting(draft, generations, num_blocks)
+    return engine_with(target, proposer, generations)
+
+
+def engine_with(target: Path, proposer: Proposer | None, generations: np.ndarray) -> EngineCore:
+    """As many blocks as there are generations."""
+    num_blocks = len(generations)
     memory = np.zeros(num_blocks * kv_block_bytes(model_info(target, "float32"), BLOCK_SIZE), np.uint8)
     runner = TorchRunner(target, kv_memory=memory, block_size=BLOCK_SIZE, dtype="float32", num_threads=1)
     config = EngineConfig(
@@ -47,10 +55,8 @@ def engine(target: Path, draft: Path | None, num_blocks: int = NUM_BLOCKS, num_d
         num_blocks=num_blocks,
         max_num_seqs=8,
         max_batched_tokens=32,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=3,
     )
-    generations = np.zeros(num_blocks, np.uint64)
-    proposer = None if draft is None else drafting(draft, generations, num_blocks)
     return EngineCore(runner, config, generations=generations, proposer=proposer)
 
 

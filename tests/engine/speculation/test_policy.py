@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 
-from engine.speculation.policy import Acceptance, StepCost, plan_depths
+from engine.speculation.policy import Acceptance, StepTimes, plan_depths
 
 
 def test_acceptance_follows_what_is_seen_and_stops_at_a_wrong_draft() -> None:
@@ -24,59 +23,74 @@ def test_acceptance_follows_what_is_seen_and_stops_at_a_wrong_draft() -> None:
     assert acceptance.rate == pytest.approx(0, abs=0.01)
 
 
-def test_no_measurement_means_the_prior() -> None:
-    cost = StepCost()
-    assert (cost.first_row_s, cost.row_cost) == (0.0, StepCost.PRIOR_ROW_COST)
-    cost.record(3, 0.0)
-    assert cost.row_cost == StepCost.PRIOR_ROW_COST
+def test_before_any_measurement_rows_add_their_share() -> None:
+    times = StepTimes()
+    assert times.predict(1, 2) == pytest.approx([1.0, 1.1, 1.2])
+    times.record(3, 0.0)
+    assert times.predict(3, 1) == pytest.approx([1.2, 1.3])
 
 
-def test_constant_batches_keep_the_prior() -> None:
-    cost = StepCost()
-    for _ in range(100):
-        cost.record(4, 0.026)
-    assert cost.row_cost == pytest.approx(StepCost.PRIOR_ROW_COST)
-    assert cost.first_row_s == pytest.approx(0.02)
+def test_what_was_measured_holds_and_a_line_lies_between() -> None:
+    times = StepTimes()
+    for rows in (1, 4, 8):
+        times.record(rows, {1: 0.02, 4: 0.026, 8: 0.05}[rows])
+    assert times.predict(1, 7) == pytest.approx([0.02, 0.022, 0.024, 0.026, 0.032, 0.038, 0.044, 0.05])
+    assert times.predict(8, 2) == pytest.approx([0.05, 0.052, 0.054])
+    assert times.predict(300, 0)[0] == pytest.approx(0.05 + 292 * 0.002)
 
 
-@pytest.mark.parametrize("row_cost", [0.02, 0.07, 0.4])
-def test_a_line_is_found_through_noise(row_cost: float) -> None:
-    cost, rng = StepCost(), random.Random(1)
-    for _ in range(300):
-        rows = rng.randint(1, 9)
-        cost.record(rows, 0.02 * (1 + row_cost * (rows - 1)) * rng.uniform(0.9, 1.1))
-    assert cost.row_cost == pytest.approx(row_cost, rel=0.25)
-    assert cost.first_row_s == pytest.approx(0.02, rel=0.15)
+def test_one_class_alone_stands_for_the_others() -> None:
+    times = StepTimes()
+    for _ in range(50):
+        times.record(11, 0.04)
+    assert times.predict(1, 0)[0] == pytest.approx(0.02)
+    assert times.predict(11, 10) == pytest.approx([0.04 + 0.002 * i for i in range(11)])
 
 
-@pytest.mark.parametrize(("slope", "row_cost"), [(-0.5, 0.005), (0.0, 0.005), (5.0, 1.0)])
-def test_a_row_is_never_free_nor_dearer_than_a_step(slope: float, row_cost: float) -> None:
-    cost = StepCost()
-    for rows in itertools.islice(itertools.cycle([1, 4]), 200):
-        cost.record(rows, 0.02 * (1 + slope * (rows - 1) / 3))
-    assert cost.row_cost == pytest.approx(row_cost, abs=0.02)
+def test_averages_move_and_old_ones_are_forgotten() -> None:
+    times = StepTimes()
+    times.record(2, 9.0)
+    for _ in range(40):
+        times.record(1, 0.02)
+    assert times.predict(2, 0)[0] == pytest.approx(9.0)
+    for _ in range(StepTimes.FORGOTTEN_AFTER):
+        times.record(1, 0.03)
+    assert times.predict(1, 1) == pytest.approx([0.03, 0.033])
 
 
-def yield_of(depths: list[int], rates: list[float], row_cost: float, depth_cost: float) -> float:
+def line(row_share: float, count: int) -> list[float]:
+    return [1 + row_share * i for i in range(count)]
+
+
+def yield_of(depths: list[int], rates: list[float], step_s: list[float], depth_s: float) -> float:
     """Expected tokens of a step, by its time."""
     tokens = sum(sum(rate**i for i in range(depth + 1)) for rate, depth in zip(rates, depths, strict=True))
-    cost = 1 + row_cost * (len(rates) - 1 + sum(depths)) + depth_cost * max(depths)
-    return tokens / cost
+    return tokens / (step_s[sum(depths)] + depth_s * max(depths))
 
 
-@pytest.mark.parametrize("depth_cost", [0.0, 0.1, 0.6])
-@pytest.mark.parametrize("row_cost", [0.01, 0.07, 0.3, 1.0])
+STEPS = {
+    "rows next to free": line(0.01, 10),
+    "bound by weights": line(0.07, 10),
+    "bound by arithmetic": line(1.0, 10),
+    "a stair": [1.0, 1.05, 1.1, 1.15, 2.0, 2.05, 2.1, 2.15, 2.2, 2.25],
+}
+
+
+@pytest.mark.parametrize("depth_s", [0.0, 0.1, 0.6])
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("rates", [[0.9], [0.05], [0.8, 0.2], [0.95, 0.6, 0.6], [1.0, 1.0], [0.0]])
-def test_plans_are_close_to_the_best_there_is(rates: list[float], row_cost: float, depth_cost: float) -> None:
-    plan = plan_depths(rates, [3] * len(rates), row_cost=row_cost, depth_cost=depth_cost)
+def test_plans_are_close_to_the_best_there_is(rates: list[float], name: str, depth_s: float) -> None:
+    plan = plan_depths(rates, [3] * len(rates), STEPS[name], depth_s)
     every = itertools.product(range(4), repeat=len(rates))
-    best = max(yield_of(list(depths), rates, row_cost, depth_cost) for depths in every)
-    assert yield_of(plan, rates, row_cost, depth_cost) >= 0.95 * best
-    assert yield_of(plan, rates, row_cost, depth_cost) >= yield_of([0] * len(rates), rates, row_cost, depth_cost)
+    best = max(yield_of(list(depths), rates, STEPS[name], depth_s) for depths in every)
+    assert yield_of(plan, rates, STEPS[name], depth_s) >= 0.9 * best
+    assert yield_of(plan, rates, STEPS[name], depth_s) >= yield_of([0] * len(rates), rates, STEPS[name], depth_s)
 
 
 def test_limits_hold_and_depths_shrink_with_the_batch() -> None:
-    assert plan_depths([1.0, 1.0, 1.0], [0, 2, 8], row_cost=0.05) == [0, 2, 8]
-    assert plan_depths([], [], row_cost=0.1) == []
-    by_batch = [max(plan_depths([0.6] * size, [8] * size, row_cost=0.07)) for size in (1, 4, 16, 64)]
+    assert plan_depths([1.0, 1.0, 1.0], [0, 2, 8], line(0.05, 11)) == [0, 2, 8]
+    assert plan_depths([], [], [1.0]) == []
+    by_batch = [
+        max(plan_depths([0.6] * n, [8] * n, [1 + 0.07 * (n - 1 + i) for i in range(8 * n + 1)])) for n in (1, 4, 16, 64)
+    ]
     assert by_batch == [4, 2, 1, 0]
