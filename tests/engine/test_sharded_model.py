@@ -68,13 +68,13 @@ class ThreadExchange:
 class ShardedModel:
     """`size` shares of a checkpoint over one KV memory, as the processes of a pod have it."""
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, kv_dtype: str = "auto") -> None:
         config = read_config(folder)
         meeting = Meeting(size)
         self.exchanges = [ThreadExchange(meeting, Shard(rank, size)) for rank in range(size)]
         self._models = [Model.load(folder, "float32", exchange) for exchange in self.exchanges]
-        memory = np.zeros(NUM_BLOCKS * kv_block_bytes(model_info(folder, "float32"), BLOCK_SIZE), np.uint8)
-        cache = kv_cache(memory, model_info(folder, "float32"), BLOCK_SIZE)
+        info = model_info(folder, "float32", kv_dtype=kv_dtype)
+        cache = kv_cache(np.zeros(NUM_BLOCKS * kv_block_bytes(info, BLOCK_SIZE), np.uint8), info, BLOCK_SIZE)
         shares = [exchange.shard.heads(config.num_heads, config.num_kv_heads) for exchange in self.exchanges]
         self._kv = [cache.of_heads(share.kv) for share in shares]
 
@@ -137,3 +137,12 @@ def test_a_share_of_a_matrix_is_a_view(name: str, checkpoints: dict[str, Path]) 
     assert (shares[0].output.bias is None) == (not config.output_bias)
     assert shares[1].output.bias is None
     assert len(shares[0].qkv.tensors) == 3
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_ranks_write_their_heads_of_quantised_blocks(kv_dtype: str, checkpoints: dict[str, Path]) -> None:
+    """Codes and scales; a code may be the next one where sums differ in their last bits."""
+    whole = OurModel(checkpoints["llama 3"], kv_dtype=kv_dtype)
+    sharded = ShardedModel(checkpoints["llama 3"], 2, kv_dtype)
+    step = scheduled(random_ids(33, vocab_size=300), 0, range(1, 20))
+    torch.testing.assert_close(sharded.logits(step), whole.logits(step), atol=1e-2, rtol=0)

@@ -115,7 +115,7 @@ def test_the_real_model_over_two_processes_of_unlike_shares() -> None:
     folder = resolve_model(DEFAULT_MODEL)
     cases = [reference_case(name) for name in ("english question", "33 tokens")]
     with pod(folder, 2) as (runner, _, _):
-        count = 12
+        count = 8
         assert answers(runner, [case.prompt_ids for case in cases], count) == [
             list(case.output_ids[:count]) for case in cases
         ]
@@ -171,7 +171,7 @@ def test_ranks_end_with_the_first_one(tiny: Path) -> None:
         "import sys, time\n"
         "from pathlib import Path\n"
         "from tests.engine.test_tensor_parallel import pod\n"
-        "with pod(Path(sys.argv[1]), 3) as (_, team, _):\n"
+        "with pod(Path(sys.argv[1]), 2) as (_, team, _):\n"
         "    print(*team.pids, flush=True)\n"
         "    time.sleep(600)\n"
     )
@@ -179,7 +179,7 @@ def test_ranks_end_with_the_first_one(tiny: Path) -> None:
     try:
         assert first.stdout is not None
         others = [psutil.Process(int(pid)) for pid in first.stdout.readline().split()]
-        assert len(others) == 2
+        assert len(others) == 1
     finally:
         first.kill()
         first.communicate()

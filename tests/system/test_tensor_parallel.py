@@ -1,4 +1,4 @@
-"""A stack whose pods are two processes each, on the real model: the answers of the plain stack, whatever dies."""
+"""A stack whose pods are two processes each, on the real model: transformers' answer, though a rank dies."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 FLAGS = ("--dtype", "float32", "--kv-memory", "64MiB", "--num-threads", "1", "--tensor-parallel", "2")
 
 
-async def generate(router: RouterClient, case: ReferenceCase, stack: LaunchedStack | None = None) -> tuple[int, ...]:
-    """The answer's tokens; with a `stack`, a rank of the pod that computes them is killed after the third one."""
+async def generate(router: RouterClient, case: ReferenceCase, stack: LaunchedStack) -> tuple[int, ...]:
+    """The answer's tokens; after the third one a rank of the pod that computes them is killed."""
     request = pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=case.prompt_ids))
     request.sampling.temperature = 0
     request.sampling.ignore_eos = True
     request.sampling.max_tokens = len(case.output_ids)
     tokens: list[int] = []
+    killed = False
     async for response in router.generate(request):
         tokens += [token.token_id for token in response.tokens]
-        if len(tokens) >= 3 and stack is not None:
+        if len(tokens) >= 3 and not killed:
+            killed = True
             await kill_a_rank_of_the_busy_pod(stack)
-            stack = None
     return tuple(tokens)
 
 
@@ -42,14 +43,10 @@ async def kill_a_rank_of_the_busy_pod(stack: LaunchedStack) -> None:
     raise AssertionError("no pod runs the request")
 
 
-async def test_answers_equal_transformers_also_when_a_rank_is_killed_in_mid_answer() -> None:
+async def test_a_rank_killed_in_mid_answer_does_not_change_it() -> None:
     """Its pod ends, and the other one goes on."""
     with launched_stack(*FLAGS, "--colocated", "--decode", "2", "--start-timeout-s", "400") as stack:
         async with RouterClient(stack.router_address) as router:
-            for name in ("english question", "17 tokens"):
-                case = reference_case(name)
-                assert await generate(router, case) == case.output_ids
-            await stack.idle()
             case = reference_case("code")
             assert await generate(router, case, stack) == case.output_ids
             ledger = await router.timeline()
