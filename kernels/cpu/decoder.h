@@ -34,7 +34,7 @@ struct DecoderStep {
   int threads;
 
   // residual_out = residual + delta, and its norm to work.normed.
-  void enter(const Stage& stage, const T* delta, const T* residual, T* residual_out) {
+  void enter(const Stage& stage, const T* delta, const T* residual, T* residual_out) const {
     const int64_t hidden = decoder.hidden;
     if (stage.delta_norm != nullptr) {
       rms_norm<T>(delta, hidden, nullptr, 0, stage.delta_norm, decoder.eps, work.normed, nullptr, step.tokens, hidden,
@@ -45,12 +45,12 @@ struct DecoderStep {
                 threads);
   }
 
-  void multiply(const T* x, const Linear& linear_layer, T* out) {
+  void multiply(const T* x, const Linear& linear_layer, T* out) const {
     const Weights& weights = linear_layer.weights;
     linear<T>(x, weights.depth, step.tokens, weights, linear_layer.bias, out, threads);
   }
 
-  void attend(const Stage& stage, const Cache& cache) {
+  void attend(const Stage& stage, const Cache& cache) const {
     const Attention& attention = *stage.attention;
     const int64_t dim = decoder.head_dim, row = (decoder.heads + 2 * decoder.kv_heads) * dim;
     const Heads q{work.wide, step.tokens, decoder.heads, row, dim};
@@ -71,7 +71,7 @@ struct DecoderStep {
   }
 
   // Each head alone, in place; `weight` may be null.
-  void normalise_heads(const Heads& heads, const void* weight) {
+  void normalise_heads(const Heads& heads, const void* weight) const {
     if (weight == nullptr) return;
     parallel_rows(heads.tokens, heads.heads * decoder.head_dim, threads, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++)
@@ -93,13 +93,14 @@ struct DecoderStep {
     return heads;
   }
 
-  void gate(const Stage& stage) {
+  void gate(const Stage& stage) const {
     const int64_t inner = stage.second.weights.depth;
     const auto activate_and_multiply = stage.activation == GELU_TANH ? gelu_mul<T> : silu_mul<T>;
     activate_and_multiply(work.wide, 2 * inner, work.narrow, step.tokens, inner, threads);
   }
 
-  void run(int64_t first, int64_t last, const Stream& in, const Stream& out) {
+  // All threads of a region call this. They share the loops in it and do the rest, which changes nothing, each.
+  void run(int64_t first, int64_t last, const Stream& in, const Stream& out) const {
     const T *delta = static_cast<const T*>(in.delta), *residual = static_cast<const T*>(in.residual);
     T *delta_out = static_cast<T*>(out.delta), *residual_out = static_cast<T*>(out.residual);
     for (int64_t s = first; s < last; s++) {
@@ -144,8 +145,8 @@ template <class T>
 int64_t run_stages(const Decoder& decoder, int64_t first, int64_t last, const Step& step, const Cache* caches,
                    const Stream& in, const Stream& out, void* workspace, int threads) {
   if (!step_is_sound(decoder, first, last, step, caches)) return 0;
-  DecoderStep<T> run{decoder, step, caches, Workspace<T>(workspace, decoder, step.tokens), threads};
-  run.run(first, last, in, out);
+  const DecoderStep<T> work{decoder, step, caches, Workspace<T>(workspace, decoder, step.tokens), threads};
+  in_one_region(threads, [&] { work.run(first, last, in, out); });
   return OK;
 }
 

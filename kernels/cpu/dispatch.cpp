@@ -5,7 +5,7 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-GompParallel gomp_parallel = nullptr;
+OpenMp openmp = {};
 
 extern const Ops ops_baseline;
 #ifdef HAVE_X86_LEVELS
@@ -30,5 +30,7 @@ EXPORT const Ops* pdserve_ops(const char* isa) {
   return wanted(ops_baseline) ? &ops_baseline : nullptr;
 }
 
-// Runs the kernels on the OpenMP thread pool behind `parallel`: torch's own, so that the two never compete for cores.
-EXPORT void pdserve_use_pool(GompParallel parallel) { gomp_parallel = parallel; }
+// Runs the kernels on this thread pool: torch's own, so that the two never compete for cores.
+EXPORT void pdserve_use_pool(decltype(OpenMp::parallel) parallel, decltype(OpenMp::num_threads) num_threads) {
+  openmp = {parallel, num_threads};
+}

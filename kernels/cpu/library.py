@@ -237,8 +237,10 @@ def _share_pool(shared: ctypes.CDLL) -> None:
 
     A second thread pool would fight the first, whose idle threads spin for a while after each of torch's operations.
     """
-    parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
-    shared.pdserve_use_pool(ctypes.cast(parallel, _POINTER) if parallel else None)
+    process = ctypes.CDLL(torch._C.__file__)
+    names = ("GOMP_parallel", "omp_get_num_threads")
+    if all(hasattr(process, name) for name in names):
+        shared.pdserve_use_pool(*(ctypes.cast(getattr(process, name), _POINTER) for name in names))
 
 
 def dtype_code(tensor: torch.Tensor) -> int:

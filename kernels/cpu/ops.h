@@ -162,6 +162,9 @@ struct Ops {
                     uint64_t* scratch, int64_t* tokens, int threads);
 };
 
-// GCC's and LLVM's OpenMP runtimes both export GOMP_parallel with this signature.
-using GompParallel = void (*)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
-extern GompParallel gomp_parallel;  // null: everything runs on the calling thread
+// An OpenMP thread pool, as GCC's and LLVM's runtimes both export it. Null: everything runs on the calling thread.
+struct OpenMp {
+  void (*parallel)(void (*body)(void*), void* context, unsigned threads, unsigned flags);  // GOMP_parallel
+  int (*num_threads)();  // omp_get_num_threads: of the region around it
+};
+extern OpenMp openmp;

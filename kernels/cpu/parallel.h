@@ -1,37 +1,82 @@
 // Shares items among the threads of the caller's OpenMP pool: each takes the next one that nobody has.
+//
+// `in_one_region` opens a region for many shared loops: its threads all run the same code and meet at the end of each
+// loop. Opening a region for each loop would cost more than the smaller ones take.
 #pragma once
+
+#include <sched.h>
 
 #include "ops.h"
 #include "vec.h"
 namespace {
 
 struct Team {
-  void (*run)(const void* body, int64_t item);
-  const void* body;
-  int64_t items;
-  int64_t next;
+  int64_t next = 0;     // item of the present loop
+  int64_t arrived = 0;  // members that found none
+  int64_t loop = 0;
+  int64_t members = 1;
+
+  // Computes items of the present loop as long as there are any.
+  template <class Body>
+  void take(int64_t items, const Body& body) {
+    for (;;) {
+      const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+      if (item >= items) return;
+      body(item);
+    }
+  }
+
+  // Waits until all members have come. The last one prepares the next loop.
+  void meet() {
+    constexpr int PATIENCE = 4096;  // looks (some 50 us) before a waiting thread offers its core to others
+    const int64_t present = __atomic_load_n(&loop, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == members) {
+      next = arrived = 0;
+      __atomic_store_n(&loop, present + 1, __ATOMIC_RELEASE);
+      return;
+    }
+    for (int looks = 0; __atomic_load_n(&loop, __ATOMIC_ACQUIRE) == present; looks++)
+      looks < PATIENCE ? pause() : static_cast<void>(sched_yield());
+  }
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
 };
 
-inline void work(void* shared) {
-  Team* team = static_cast<Team*>(shared);
-  for (;;) {
-    const int64_t item = __atomic_fetch_add(&team->next, 1, __ATOMIC_RELAXED);
-    if (item >= team->items) return;
-    team->run(team->body, item);
-  }
+thread_local Team* current_team = nullptr;  // of the region that this thread runs in
+
+// Calls body() on at most `threads` threads at once. Loops in it are shared; whatever else it does, each thread does.
+template <class Body>
+inline void in_one_region(int threads, const Body& body) {
+  struct Region {
+    const Body& body;
+    Team team;
+  } region{body, {}};
+  const auto enter = [](void* shared) {
+    Region& entered = *static_cast<Region*>(shared);
+    __atomic_store_n(&entered.team.members, openmp.num_threads(), __ATOMIC_RELAXED);  // may be fewer than asked for
+    current_team = &entered.team;
+    entered.body();
+    current_team = nullptr;
+  };
+  if (threads <= 1 || openmp.parallel == nullptr) return body();
+  openmp.parallel(enter, &region, static_cast<unsigned>(threads), 0);
 }
 
-// Calls body(i) for i in 0 .. items - 1, on at most `threads` threads, in any order.
+// Calls body(i) for i in 0 .. items - 1, on at most `threads` threads, in any order, and returns when all are done.
 template <class Body>
 inline void parallel_for(int64_t items, int threads, const Body& body) {
-  const auto run = [](const void* shared, int64_t item) { (*static_cast<const Body*>(shared))(item); };
-  Team team{run, &body, items, 0};
-  const int64_t members = min(threads, items);
-  if (members <= 1 || gomp_parallel == nullptr) {
-    work(&team);
-  } else {
-    gomp_parallel(work, &team, static_cast<unsigned>(members), 0);
+  if (current_team != nullptr) {
+    current_team->take(items, body);
+    return current_team->meet();
   }
+  const int64_t members = min(threads, items);
+  if (members > 1 && openmp.parallel != nullptr)  // whose end they wait for anyway
+    return in_one_region(static_cast<int>(members), [&] { current_team->take(items, body); });
+  for (int64_t i = 0; i < items; i++) body(i);
 }
 
 // Calls body(begin, end) over ranges of rows that are worth a thread's while.
