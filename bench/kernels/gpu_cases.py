@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from bench.kernels import roofline
 from bench.kernels.gpu_peers import Paged, decode_peers, prefill_peers
 from bench.kernels.model_shapes import ModelShape
-from bench.kernels.roofline import BFLOAT16, Step, Work
+from bench.kernels.roofline import BFLOAT16, INT4, INT4_GROUP, KV8, Step, Work
 from kernels import block_copy, kv_write, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul
 from kernels.kv_cache import PagedKV
 from kernels.linear import LinearWeights, linear
+from kernels.quantized import PANEL, STEP, QuantizedMatrix
 
 BLOCK_SIZE = 16
 OURS = "ours"
@@ -35,6 +36,7 @@ class Sizes:
     decodes: tuple[Step, ...]
     prefills: tuple[Step, ...]
     rows: tuple[int, ...]  # tokens of the ops that pass over rows, and of linears
+    few_rows: tuple[int, ...]  # tokens of linears over int4 weights
     sampled: int
     copied_blocks: int
 
@@ -47,6 +49,7 @@ FULL = Sizes(
         Step(sequences=8, new=1024, context=1024),
     ),
     rows=(1, 64, 8192),
+    few_rows=(1, 16, 64),
     sampled=64,
     copied_blocks=64,
 )
@@ -65,10 +68,15 @@ def cases(shape: ModelShape, sizes: Sizes, device: torch.device) -> Iterator[Cas
     """One after the other; a case's tensors are freed when the next one is asked for."""
     makers: list[Callable[[], Case]] = [
         *(partial(_decode, shape, step, device) for step in sizes.decodes),
+        *(partial(_quantised_decode, shape, step, device) for step in sizes.decodes),
         *(partial(_prefill, shape, step, device) for step in sizes.prefills),
         *(
             partial(_linear, name, rows, columns, tokens, device)
             for (name, rows, columns), tokens in itertools.product(shape.linears, sizes.rows)
+        ),
+        *(
+            partial(_quantised_linear, name, rows, columns, tokens, device)
+            for (name, rows, columns), tokens in itertools.product(shape.linears, sizes.few_rows)
         ),
         *(partial(make, shape, tokens, device) for make in (_norm, _rope, _gate, _write) for tokens in sizes.rows),
         partial(_sample, shape, sizes.sampled, device),
@@ -90,6 +98,23 @@ def _decode(shape: ModelShape, step: Step, device: torch.device) -> Case:
         roofline.decode_attention(shape, step, BFLOAT16),
         step.name,
         {OURS: run, **decode_peers(paged)},
+    )
+
+
+def _quantised_decode(shape: ModelShape, step: Step, device: torch.device) -> Case:
+    """Over an int8 cache, beside our own over a bfloat16 one."""
+    paged = _paged(shape, step, device)
+    k, v = (torch.randint_like(cache, -127, 128, dtype=torch.int8) for cache in (paged.kv.k, paged.kv.v))
+    k_scales, v_scales = torch.rand(2, *k.shape[:3], device=device) / 127
+    run = partial(paged_decode.paged_decode, paged.q, block_tables=paged.block_tables, context_lens=paged.context_lens)
+    limits = {"scale": paged.scale, "sliding_window": shape.window, "soft_cap": shape.soft_cap}
+    return _case(
+        replace(roofline.decode_attention(shape, step, KV8), name="paged_decode int8"),
+        step.name,
+        {
+            OURS: partial(run, kv=PagedKV(k, v, k_scales, v_scales), **limits),
+            "bf16": partial(run, kv=paged.kv, **limits),
+        },
     )
 
 
@@ -135,6 +160,27 @@ def _linear(name: str, rows: int, columns: int, tokens: int, device: torch.devic
         {
             OURS: partial(linear, x, LinearWeights((weight,))),
             "torch": partial(F.linear, x, weight),
+        },
+    )
+
+
+def _quantised_linear(name: str, rows: int, columns: int, tokens: int, device: torch.device) -> Case:
+    """int4 by groups of 128 as kernels/quantized.py packs them, beside torch over bfloat16 weights of that shape."""
+    x = _random(device, tokens, columns)
+    panels, steps, groups = -(-rows // PANEL), -(-columns // STEP), -(-columns // INT4_GROUP)
+    matrix = QuantizedMatrix(
+        rows=rows,
+        columns=columns,
+        packed=torch.randint(0, 256, (panels, steps, PANEL, 4), dtype=torch.uint8, device=device),
+        row_scales=torch.ones(panels * PANEL, device=device),
+        scales=torch.rand(panels, groups, PANEL, device=device).half() * columns**-0.5,
+    )
+    return _case(
+        roofline.linear(f"int4 {name}", tokens, rows, columns, INT4.weight_bytes),
+        f"{tokens} rows",
+        {
+            OURS: partial(linear, x, LinearWeights((matrix,))),
+            "torch bf16": partial(F.linear, x, _random(device, rows, columns)),
         },
     )
 

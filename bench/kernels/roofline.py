@@ -62,10 +62,13 @@ class Format:
     kv_scale_bytes: float = 0.0  # beside each head's K and each head's V of a token
 
 
+INT4_GROUP = 128  # weights that share a float16 scale
+_INT4_BYTES = 0.5 + 2 / INT4_GROUP
+
 BFLOAT16 = Format(name="bf16", weight_bytes=2, kv_bytes=2)
 KV8 = Format(name="bf16, kv int8/fp8", weight_bytes=2, kv_bytes=1, kv_scale_bytes=4)
-INT4 = Format(name="int4 weights", weight_bytes=0.5 + 2 / 128, kv_bytes=2)  # a float16 scale a group of 128
-INT4_KV8 = Format(name="int4, kv int8/fp8", weight_bytes=0.5 + 2 / 128, kv_bytes=1, kv_scale_bytes=4)
+INT4 = Format(name="int4 weights", weight_bytes=_INT4_BYTES, kv_bytes=2)
+INT4_KV8 = Format(name="int4, kv int8/fp8", weight_bytes=_INT4_BYTES, kv_bytes=1, kv_scale_bytes=4)
 FORMATS = (BFLOAT16, KV8, INT4, INT4_KV8)
 
 
