@@ -60,6 +60,14 @@ bench-transfer: $(RUN_STAMP) ## KV transfer as a ratio of memcpy
 bench-linear: $(RUN_STAMP) ## the CPU's linear layers as a ratio of a read and of torch
 	@exec $(PY) -m bench.kernels.bench_linear $(ARGS)
 
+.PHONY: bench-linear-quantized
+bench-linear-quantized: $(RUN_STAMP) ## the same over int8 and int4 weights
+	@exec $(PY) -m bench.kernels.bench_linear_quantized $(ARGS)
+
+.PHONY: bench-perplexity
+bench-perplexity: $(RUN_STAMP) ## what quantised weights cost in quality
+	@exec $(PY) -m bench.engine.perplexity $(ARGS)
+
 .PHONY: bench-peers
 bench-peers: $(RUN_STAMP) ## get vLLM and llama.cpp for bench-engine: make bench-peers DIR=/some/where
 	@$(if $(DIR),,echo "error: say where to: make bench-peers DIR=/some/where" >&2; exit 2)

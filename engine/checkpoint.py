@@ -24,7 +24,8 @@ from engine.config_fields import CheckpointError, read_json
 from engine.gguf_convert import CONVERTER_VERSION, ProgressCallback, convert
 from engine.kv_format import QUANTISED_KV_DTYPES
 from engine.model_config import read_config
-from engine.safetensors_file import read_header, sampled_digest, shard_files
+from engine.quantization import BYTES_PER_WEIGHT, check_quantization, quantized_revision
+from engine.safetensors_file import TensorEntry, read_header, sampled_digest, shard_files
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -32,7 +33,9 @@ __all__ = [
     "ProgressCallback",
     "cache_dir",
     "estimate_memory_bytes",
+    "locked",
     "model_info",
+    "model_name",
     "resolve_dtype",
     "resolve_model",
     "weights_revision",
@@ -47,34 +50,38 @@ SOURCE_NAME = "source.json"
 PROCESS_BYTES = 600 << 20
 
 
-def resolve_model(name_or_path: str, progress: ProgressCallback | None = None) -> Path:
+def resolve_model(name_or_path: str, progress: ProgressCallback | None = None, quantization: str = "none") -> Path:
     """The Hugging Face directory to load: a known name, a directory, or a GGUF file; converts where it must.
 
-    `progress(stage, fraction)` is called on this thread. Raises CheckpointError.
+    quantization: "gguf" keeps a GGUF file's own blocks. `progress(stage, fraction)` is called on this thread.
+    Raises CheckpointError, also when the weights cannot be quantised so.
     """
     report = progress or (lambda _stage, _fraction: None)
     path = Path(name_or_path).expanduser()
     if name_or_path in MODEL_PACKAGES:
-        return _converted(packaged_gguf(name_or_path), name_or_path, report)
+        return _converted(packaged_gguf(name_or_path), name_or_path, report, quantization)
     if path.is_dir():
-        return _checked_directory(path.resolve())
+        return _checked_directory(path.resolve(), quantization)
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(
                 f"model {name_or_path}: a file must be a .gguf file; for safetensors give the directory"
             )
-        return _converted(path.resolve(), path.stem, report)
+        return _converted(path.resolve(), path.stem, report, quantization)
     known = ", ".join(MODEL_PACKAGES)
     raise CheckpointError(f"model {name_or_path!r}: no such directory or file, and the known names are: {known}")
 
 
-def model_info(model_dir: Path, dtype: str, *, kv_dtype: str = "auto") -> ModelInfo:
-    """What pods and engine need to know; `dtype` is resolved already, `kv_dtype` "auto" is the same. Raises
-    CheckpointError."""
+def model_info(model_dir: Path, dtype: str, *, kv_dtype: str = "auto", quantization: str = "none") -> ModelInfo:
+    """What pods and engine need to know; `dtype` is resolved already, `kv_dtype` "auto" is the same.
+
+    Weights that we quantise are another revision: KV that they made goes to pods with the same weights alone. Raises
+    CheckpointError.
+    """
     config = read_config(model_dir)
     return ModelInfo(
-        model_id=_model_id(model_dir),
-        weights_revision=weights_revision(model_dir),
+        model_id=model_name(model_dir),
+        weights_revision=quantized_revision(weights_revision(model_dir), quantization),
         vocab_size=config.vocab_size,
         max_model_len=config.max_model_len,
         eos_token_ids=config.eos_token_ids,
@@ -115,17 +122,28 @@ def _resolve_kv_dtype(name: str, dtype: str) -> str:
     return dtype if name == "auto" else name
 
 
-def estimate_memory_bytes(model_dir: Path, dtype: str, num_processes: int = 1) -> int:
+def estimate_memory_bytes(model_dir: Path, dtype: str, num_processes: int = 1, quantization: str = "none") -> int:
     """Memory of one pod without its KV cache: weights, rotary tables and the processes themselves.
 
-    Weights that the file has in bfloat16 stay so whatever `dtype` is, and are the same memory in all pods of a host.
+    Weights that the file has in bfloat16 stay so whatever `dtype` is, and are the same memory in all pods of a host;
+    so are quantised ones.
     """
     config = read_config(model_dir)
-    entries = [entry for shard in shard_files(model_dir) for entry in read_header(shard).values()]
-    weight_bytes = sum(e.num_elements * (2 if e.dtype == "BF16" else DTYPES[dtype]) for e in entries)
+    entries = {name: e for shard in shard_files(model_dir) for name, e in read_header(shard).items()}
+    weight_bytes = sum(_bytes_in_memory(name, e, dtype, quantization) for name, e in entries.items())
+    if quantization in BYTES_PER_WEIGHT and config.tie_word_embeddings:
+        weight_bytes += config.vocab_size * config.hidden_size  # the head, in 8 bits
     num_tables = len({layer.rope for layer in config.layers})
     rotary_bytes = num_tables * 4 * config.max_model_len * config.head_dim
-    return weight_bytes + num_processes * (rotary_bytes + PROCESS_BYTES)
+    return int(weight_bytes) + num_processes * (rotary_bytes + PROCESS_BYTES)
+
+
+def _bytes_in_memory(name: str, entry: TensorEntry, dtype: str, quantization: str) -> float:
+    if entry.dtype not in ("F64", "F32", "F16", "BF16"):  # quantised already, and in about as many bytes
+        return entry.end - entry.start
+    if quantization in BYTES_PER_WEIGHT and len(entry.shape) == 2 and name.startswith(("model.layers.", "lm_head.")):
+        return entry.num_elements * BYTES_PER_WEIGHT[quantization]
+    return entry.num_elements * (2 if entry.dtype == "BF16" else DTYPES[dtype])
 
 
 def cache_dir() -> Path:
@@ -134,15 +152,15 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pdserve" / "models"
 
 
-def _model_id(model_dir: Path) -> str:
+def model_name(model_dir: Path) -> str:
     """The name it was resolved from where we converted it, else the directory's own."""
     source = model_dir / SOURCE_NAME
     return str(read_json(source)["model_id"]) if source.is_file() else model_dir.resolve().name
 
 
-def _checked_directory(path: Path) -> Path:
+def _checked_directory(path: Path, quantization: str) -> Path:
     """`path` when it holds a whole supported checkpoint. Raises CheckpointError."""
-    read_config(path)
+    check_quantization(quantization, read_config(path).quantization, str(path))
     for shard in shard_files(path):
         read_header(shard)
     return path
@@ -159,28 +177,29 @@ def packaged_gguf(name: str) -> Path:
     return files[0]
 
 
-def _converted(source: Path, name: str, progress: ProgressCallback) -> Path:
+def _converted(source: Path, name: str, progress: ProgressCallback, quantization: str) -> Path:
     """The cache's directory for `source`, made now when it is not there."""
+    keep_blocks = quantization == "gguf"
     key = hashlib.blake2b(b"%d" % CONVERTER_VERSION + sampled_digest(source), digest_size=6).hexdigest()
-    target = cache_dir() / f"{name}-{key}"
+    target = cache_dir() / (f"{name}-{key}-blocks" if keep_blocks else f"{name}-{key}")
     if target.is_dir():
-        return _checked_directory(target)
+        return _checked_directory(target, quantization)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_name(f".{target.name}.lock"), progress):
+        with locked(target.with_name(f".{target.name}.lock"), progress):
             if not target.is_dir():  # another process may have made it while we waited
-                _convert_into(source, target, name, progress)
+                _convert_into(source, target, name, progress, keep_blocks)
     except OSError as error:
         raise CheckpointError(f"cannot convert {source} into {target}: {error}") from error
-    return _checked_directory(target)
+    return _checked_directory(target, quantization)
 
 
-def _convert_into(source: Path, target: Path, name: str, progress: ProgressCallback) -> None:
+def _convert_into(source: Path, target: Path, name: str, progress: ProgressCallback, keep_blocks: bool) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that died: the lock is ours
     partial.mkdir()
     try:
-        convert(source, partial, progress)
+        convert(source, partial, progress, keep_blocks)
         (partial / SOURCE_NAME).write_text(json.dumps({"model_id": name, "file": source.name}) + "\n")
         partial.rename(target)
     except BaseException:
@@ -189,7 +208,7 @@ def _convert_into(source: Path, target: Path, name: str, progress: ProgressCallb
 
 
 @contextmanager
-def _locked(file: Path, progress: ProgressCallback) -> Iterator[None]:
+def locked(file: Path, progress: ProgressCallback = lambda _stage, _fraction: None) -> Iterator[None]:
     """Holds an exclusive lock that the system drops should this process die."""
     with file.open("w") as f:
         try:

@@ -1,4 +1,4 @@
-"""Turns a GGUF file of the Llama family into a Hugging Face directory with bfloat16 weights.
+"""Turns a GGUF file of the Llama family into a Hugging Face directory with bfloat16 weights, or with its own blocks.
 
 Weights are mapped, dequantised and written one tensor at a time, so a conversion needs little more memory than the
 largest tensor. Only here does pdserve import transformers (for the tokenizer), and only while converting.
@@ -7,7 +7,8 @@ largest tensor. Only here does pdserve import transformers (for the tokenizer), 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config_fields import CheckpointError
-from engine.safetensors_file import SINGLE_NAME, write_bfloat16
+from engine.quantization import BLOCKS_SUFFIX
+from engine.safetensors_file import SINGLE_NAME, write_tensors
 
 CONVERTER_VERSION = 1  # raise it when the same GGUF file would convert differently
 ProgressCallback = Callable[[str, float], None]  # (stage, fraction done of that stage)
@@ -33,16 +35,22 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+KEPT_BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # their bytes, for 32 weights
 ROPE_FACTORS = "rope_freqs.weight"
 # Llama 3.1 and later; a GGUF file holds only the table that these make
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def convert(source: Path, target: Path, progress: ProgressCallback) -> None:
-    """Fills the empty directory `target`. Raises CheckpointError when `source` is no Llama-family GGUF file."""
+def convert(source: Path, target: Path, progress: ProgressCallback, keep_blocks: bool = False) -> None:
+    """Fills the empty directory `target`. Raises CheckpointError when `source` is no Llama-family GGUF file.
+
+    keep_blocks: linears in Q4_0, Q4_1 or Q8_0 stay so, instead of becoming bfloat16.
+    """
     progress("reading GGUF", 0.0)
     model = _open(source)
     config = hf_config(model)
+    if keep_blocks:
+        config["quantization_config"] = {"quant_method": "gguf"}
     _write_json(target / "config.json", config)
     _write_json(target / "generation_config.json", _generation_config(model))
     _write_weights(model, config, target / SINGLE_NAME, lambda fraction: progress("converting weights", fraction))
@@ -172,14 +180,48 @@ def _generation_config(model: GGUFModel) -> dict[str, Any]:
 
 
 def _write_weights(model: GGUFModel, config: dict[str, Any], file: Path, progress: Callable[[float], None]) -> None:
-    names = {name: hf_name(name, model.source) for name in model.tensors if name != ROPE_FACTORS}
-    shapes = {hf: tuple(model.tensors[name].shape[::-1].tolist()) for name, hf in names.items()}
+    names = [name for name in model.tensors if name != ROPE_FACTORS]
+    tensors = [_Weight(model, config, name, hf_name(name, model.source)) for name in names]
+    if "quantization_config" in config:
+        tensors = [part for weight in tensors for part in _with_blocks(weight)]
+    layout = {t.hf_name: t.layout for t in tensors}
+    write_tensors(file, layout, ((t.hf_name, t.values()) for t in tensors), lambda done, total: progress(done / total))
 
-    def tensors() -> Iterator[tuple[str, NDArray[np.float32]]]:
-        for name, hf in names.items():
-            yield hf, _unpermuted(hf, model.dequantized(name), config)
 
-    write_bfloat16(file, shapes, tensors(), lambda done, total: progress(done / total))
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """One tensor to write: rounded to bfloat16, or the blocks as they are, uint8 [rows, blocks, bytes]."""
+
+    model: GGUFModel
+    config: dict[str, Any]
+    name: str
+    hf_name: str
+    as_blocks: bool = False
+
+    @property
+    def layout(self) -> tuple[str, tuple[int, ...]]:
+        shape = tuple(self.model.tensors[self.name].shape[::-1].tolist())
+        return ("U8", (shape[0], shape[1] // 32, self._block_bytes)) if self.as_blocks else ("BF16", shape)
+
+    def values(self) -> NDArray[Any]:
+        if not self.as_blocks:
+            return _unpermuted(self.hf_name, self.model.dequantized(self.name), self.config)
+        rows: NDArray[np.uint8] = self.model.tensors[self.name].data
+        return _unpermuted(self.hf_name, rows, self.config).reshape(self.layout[1])
+
+    @property
+    def _block_bytes(self) -> int:
+        return KEPT_BLOCKS[self.model.tensors[self.name].tensor_type.name]
+
+
+def _with_blocks(weight: _Weight) -> list[_Weight]:
+    """What is written when blocks are kept. In an embedding rows are looked up; a tied one is the head too."""
+    if weight.model.tensors[weight.name].tensor_type.name not in KEPT_BLOCKS:
+        return [weight]
+    if weight.name != "token_embd.weight":
+        return [replace(weight, hf_name=weight.hf_name.removesuffix(".weight") + BLOCKS_SUFFIX, as_blocks=True)]
+    head = replace(weight, hf_name=f"lm_head{BLOCKS_SUFFIX}", as_blocks=True)
+    return [weight, head] if weight.config["tie_word_embeddings"] else [weight]
 
 
 def hf_name(name: str, source: Path) -> str:
@@ -194,8 +236,8 @@ def hf_name(name: str, source: Path) -> str:
     raise CheckpointError(f"{source}: unknown tensor {name}: no dense Llama model has it")
 
 
-def _unpermuted(name: str, values: NDArray[np.float32], config: dict[str, Any]) -> NDArray[np.float32]:
-    """GGUF interleaves the rotary pairs of q and k (i, i+1); Hugging Face has the halves apart (i, i + D/2)."""
+def _unpermuted(name: str, values: NDArray[Any], config: dict[str, Any]) -> NDArray[Any]:
+    """Moves rows: GGUF interleaves the rotary pairs of q and k (i, i+1), Hugging Face has halves (i, i + D/2)."""
     if ".q_proj." in name:
         num_heads = config["num_attention_heads"]
     elif ".k_proj." in name:

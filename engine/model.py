@@ -49,10 +49,18 @@ class Model:
         self._runs = [(first, first + at_once) for first in range(0, num_stages, at_once)]
 
     @classmethod
-    def load(cls, model_dir: Path, dtype: str, exchange: Exchange = ALONE, device: torch.device = CPU) -> Model:
+    def load(
+        cls,
+        model_dir: Path,
+        dtype: str,
+        exchange: Exchange = ALONE,
+        device: torch.device = CPU,
+        quantization: str = "none",
+    ) -> Model:
         """The weights on `device`. Raises CheckpointError."""
         config = read_config(model_dir)
-        return cls(config, moved(load_weights(model_dir, config, dtype, exchange.shard), device), exchange)
+        weights = load_weights(model_dir, config, dtype, exchange.shard, quantization)
+        return cls(config, moved(weights, device), exchange)
 
     @property
     def capturable(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from engine.config_fields import CheckpointError, Fields, read_json
 from engine.families import FAMILIES, Family
+from engine.quantization import StoredQuantization, parse_quantization
 from engine.rope_config import RopeConfig, parse_local_rope, parse_rope
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -41,7 +42,8 @@ class LayerConfig:
 class ModelConfig:
     """Checked sizes and switches of a model. Raises nothing itself: `read_config` does.
 
-    attention_scale: of query-key products. Soft caps bound scores and logits through tanh.
+    quantization: of the checkpoint's own weights, or none. attention_scale: of query-key products. Soft caps bound
+    scores and logits through tanh.
     """
 
     family: Family
@@ -64,6 +66,7 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     eos_token_ids: frozenset[int]
+    quantization: StoredQuantization | None
 
     @property
     def num_layers(self) -> int:
@@ -131,6 +134,7 @@ def parse_config(values: Mapping[str, Any], eos_token_ids: frozenset[int], sourc
         output_bias=attention_bias,
         mlp_bias=counted.flag("mlp_bias"),
         eos_token_ids=eos_token_ids,
+        quantization=parse_quantization(values.get("quantization_config"), source),
     )
     _check_shape(config, source)
     return config
@@ -151,8 +155,6 @@ def _family(values: Mapping[str, Any], source: str) -> Family:
 
 
 def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
-    if values.get("quantization_config") is not None:
-        raise CheckpointError(f"{source}: quantization_config is set: only unquantised weights are supported")
     if values.get("use_bidirectional_attention"):
         raise CheckpointError(f"{source}: use_bidirectional_attention is set: only causal attention is supported")
 

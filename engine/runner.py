@@ -41,18 +41,19 @@ class TorchRunner:
         block_size: int,
         dtype: str,
         kv_dtype: str = "auto",
+        quantization: str = "none",
         num_threads: int,
         exchange: Exchange = ALONE,
         max_decode_rows: int = 64,
         capture: Capture | None = None,
     ) -> None:
-        self._model_info = model_info(model_dir, dtype, kv_dtype=kv_dtype)
+        self._model_info = model_info(model_dir, dtype, kv_dtype=kv_dtype, quantization=quantization)
         self._block_size = block_size
         self._num_threads = num_threads
         self._kv = kv_cache(kv_memory, self._model_info, block_size)
         torch.set_num_threads(num_threads)
         self._device = self._kv.blocks.device
-        self._torch_model = Model.load(model_dir, dtype, exchange, self._device)
+        self._torch_model = Model.load(model_dir, dtype, exchange, self._device, quantization)
         self._caches = self._kv.of_heads(self._torch_model.kv_heads)
         self._graphs = self._decode_graphs(capture or device_capture(self._device), max_decode_rows)
 

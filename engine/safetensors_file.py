@@ -23,9 +23,12 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 DATA_ALIGNMENT_BYTES = 64  # the header is padded so that mapped tensors start on a cache line
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1}
+GIVEN_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U8": np.uint8, "I8": np.int8}  # to write_tensors
 SAMPLE_BYTES = 64 << 10
 SAMPLES_PER_FILE = 64
+
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype as in the header, shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +104,32 @@ def sampled_digest(file: Path) -> bytes:
     return digest.digest()
 
 
-def write_bfloat16(
+def write_tensors(
     file: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    tensors: Iterable[tuple[str, NDArray[np.float32]]],
+    layout: Layout,
+    tensors: Iterable[tuple[str, NDArray[Any]]],
     on_written: Callable[[int, int], None],
 ) -> None:
-    """Writes float32 `tensors`, in the order of `shapes`, rounded to bfloat16; calls on_written(bytes, of bytes).
+    """Writes `tensors`, in the order of `layout`; calls on_written(bytes, of bytes).
 
-    ValueError when they do not come as `shapes` says.
+    What becomes BF16 is given as float32 and rounded. ValueError when they do not come as `layout` says.
     """
-    header, total = _bfloat16_header(shapes)
-    expected = iter(shapes.items())
+    header, total = _layout_header(layout)
+    expected = iter(layout.items())
     written = 0
     with file.open("wb") as f:
         f.write(header)
         for name, values in tensors:
-            if (wanted := next(expected, None)) != (name, values.shape):
-                raise ValueError(f"expected {wanted}, got {name} {values.shape}")
-            f.write(to_bfloat16(values).tobytes())
-            written += 2 * values.size
+            wanted = next(expected, None)
+            if (
+                wanted is None
+                or wanted != (name, (wanted[1][0], values.shape))
+                or values.dtype != GIVEN_AS[wanted[1][0]]
+            ):
+                raise ValueError(f"expected {wanted}, got {name} {values.dtype} {values.shape}")
+            data = to_bfloat16(values) if wanted[1][0] == "BF16" else np.ascontiguousarray(values)
+            f.write(data.tobytes())
+            written += data.nbytes
             on_written(written, total)
         f.flush()
         os.fsync(f.fileno())
@@ -128,13 +137,13 @@ def write_bfloat16(
         raise ValueError(f"{written} of {total} bytes were given")
 
 
-def _bfloat16_header(shapes: Mapping[str, tuple[int, ...]]) -> tuple[bytes, int]:
+def _layout_header(layout: Layout) -> tuple[bytes, int]:
     """The bytes before the data, and the number of data bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape in shapes.items():
-        end = offset + 2 * int(np.prod(shape, dtype=np.int64))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+    for name, (dtype, shape) in layout.items():
+        end = offset + DTYPE_BYTES[dtype] * int(np.prod(shape, dtype=np.int64))
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT_BYTES)

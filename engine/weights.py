@@ -2,7 +2,9 @@
 
 Matrices stay bfloat16 where the file has them so, also in a float32 model: products widen them exactly as they read
 them, for half of the memory and of its traffic. Only what the file has in another dtype is a converted copy, and the
-vectors, which are small. One rank of a tensor-parallel pod takes its rows and columns of the same views.
+vectors, which are small. One rank of a tensor-parallel pod takes its rows and columns of the same views. Quantised
+linears come from a file of their own (quantized_file.py), mapped likewise; the embedding, in which rows are looked up,
+and the norms stay the checkpoint's.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from safetensors import safe_open
 from engine.config_fields import CheckpointError
 from engine.families import ExpertNames
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig
+from engine.quantization import check_quantization
+from engine.quantized_file import HEAD, QuantizedFile, quantized_file
 from engine.safetensors_file import TensorEntry, read_header, shard_files
 from engine.shard import WHOLE, Shard
 from kernels.decoder import MlpWeights
 from kernels.linear import LinearWeights
+from kernels.quantized import QuantizedMatrix, dequantized, sliced
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_DTYPES = ("F32", "F16", "BF16")
@@ -60,7 +65,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embedding: [V, H]; with tied embeddings `head` is the same memory. dtype: that of everything between them."""
+    """embedding: [V, H]; with tied embeddings `head` is the same memory, unless it is quantised.
+
+    dtype: that of everything between them.
+    """
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -69,26 +77,35 @@ class ModelWeights:
     dtype: torch.dtype
 
 
-def load_weights(model_dir: Path, config: ModelConfig, dtype: str, shard: Shard = WHOLE) -> ModelWeights:
+def load_weights(
+    model_dir: Path, config: ModelConfig, dtype: str, shard: Shard = WHOLE, quantization: str = "none"
+) -> ModelWeights:
     """What `shard` computes with: its heads, inner columns and words; all of the embedding and of the norms.
 
-    The bias after a sum over the ranks is the first rank's. Raises CheckpointError when a tensor is missing or its
-    shape is not what config.json says.
+    The bias after a sum over the ranks is the first rank's. The first load with a `quantization` takes seconds; later
+    ones map its file. Raises CheckpointError when a tensor is missing, its shape is not what config.json says, or the
+    weights cannot be quantised so.
     """
-    reader = _Reader(model_dir, TORCH_DTYPES[dtype], config.family.norm_weight_offset)
+    check_quantization(quantization, config.quantization, str(model_dir))
+    quantized = quantized_file(model_dir, config, quantization)
+    reader = _Reader(model_dir, TORCH_DTYPES[dtype], config.family.norm_weight_offset, quantized)
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = reader.matrix("model.embed_tokens.weight", (vocab, hidden))
-    head = embedding if config.tie_word_embeddings else reader.matrix("lm_head.weight", (vocab, hidden))
-    words = shard.words(vocab)
     return ModelWeights(
         embedding=embedding,
         layers=tuple(
             _load_layer(reader, f"model.layers.{i}", config, layer, shard) for i, layer in enumerate(config.layers)
         ),
         final_norm=reader.norm("model.norm", hidden),
-        head=LinearWeights((head[words.start : words.stop],)),
+        head=_load_head(reader, embedding, config.tie_word_embeddings, shard.words(vocab)),
         dtype=TORCH_DTYPES[dtype],
     )
+
+
+def _load_head(reader: _Reader, embedding: torch.Tensor, tied: bool, words: range) -> LinearWeights:
+    if tied and not reader.is_quantized(HEAD):
+        return LinearWeights((embedding[words.start : words.stop],))
+    return reader.linear({HEAD: Rows(embedding.shape[0], (words,))}, embedding.shape[1], bias=False)
 
 
 def _load_layer(reader: _Reader, prefix: str, config: ModelConfig, layer: LayerConfig, shard: Shard) -> LayerWeights:
@@ -187,12 +204,13 @@ def _shifted(run: range, offset: int) -> range:
 
 
 class _Reader:
-    """Finds tensors by name in a checkpoint's shards, each of which it maps once."""
+    """Finds tensors by name in a checkpoint's shards, each of which it maps once, and in its quantised linears."""
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, norm_weight_offset: float) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype, norm_weight_offset: float, quantized: Path | None) -> None:
         self._model_dir = model_dir
         self._dtype = dtype
         self._norm_weight_offset = norm_weight_offset
+        self._quantized = None if quantized is None else QuantizedFile(quantized)
         self._opened: dict[Path, Any] = {}
         self._found: dict[str, tuple[Path, TensorEntry]] = {
             name: (shard, entry) for shard in shard_files(model_dir) for name, entry in read_header(shard).items()
@@ -204,18 +222,33 @@ class _Reader:
         """One layer from `projections` (by name without suffix), in order; of their `columns` the wanted, or all."""
         wanted = range(columns) if wanted_columns is None else wanted_columns
         parts = [
-            self._block(f"{name}.weight", (rows.total, columns), run, wanted)
+            self._part(name, (rows.total, columns), run, wanted)
             for name, rows in projections.items()
             for run in _joined(rows.wanted)
         ]
-        if len({part.dtype for part in parts}) > 1:
-            parts = [part.to(self._dtype) for part in parts]
+        if len({part.dtype if isinstance(part, torch.Tensor) else part.format for part in parts}) > 1:
+            parts = [_widened(part, self._dtype) for part in parts]
         biases = [
             self.vector(f"{name}.bias", rows.total)[run.start : run.stop]
             for name, rows in projections.items()
             for run in (rows.wanted if bias else ())
         ]
         return LinearWeights(tuple(parts), torch.cat(biases) if biases else None)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether linear `name` is."""
+        return self._quantized is not None and name in self._quantized
+
+    def _part(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> torch.Tensor | QuantizedMatrix:
+        """These rows and columns of linear `name`."""
+        if self._quantized is None or name not in self._quantized:
+            return self._block(f"{name}.weight", shape, rows, columns)
+        try:
+            matrix = sliced(self._quantized.matrix(name, shape), rows, columns)
+        except ValueError as error:
+            raise CheckpointError(f"{self._model_dir}: {name} cannot be shared among ranks: {error}") from None
+        _fetch_pages(matrix.packed.flatten(0, 1))
+        return matrix
 
     def matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """A view of the mapped file when it has our dtype or bfloat16, else a converted copy."""
@@ -251,6 +284,10 @@ class _Reader:
         return tensor
 
 
+def _widened(part: torch.Tensor | QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
+    return (dequantized(part) if isinstance(part, QuantizedMatrix) else part).to(dtype)
+
+
 def _joined(runs: tuple[range, ...]) -> list[range]:
     """Runs that follow each other become one."""
     joined = [runs[0]]
@@ -264,4 +301,4 @@ def _joined(runs: tuple[range, ...]) -> list[range]:
 
 def _fetch_pages(matrix: torch.Tensor) -> None:
     """Reads one byte of each page, so that loading waits for the disk rather than the first request."""
-    matrix.view(torch.uint8)[:, ::PAGE_BYTES].sum()
+    matrix.view(torch.uint8).flatten(1)[:, ::PAGE_BYTES].sum()

@@ -156,6 +156,48 @@ def dequantized(matrix: QuantizedMatrix) -> torch.Tensor:
     return values * matrix.row_scales[: matrix.rows, None]
 
 
+def sliced(matrix: QuantizedMatrix, rows: range, columns: range) -> QuantizedMatrix:
+    """These rows and columns: views where they are whole panels of whole rows, else a copy.
+
+    Raises ValueError when `columns` do not begin and end between groups (without groups: between steps).
+    """
+    unit = matrix.group or STEP
+    if columns.start % unit or (columns.stop % unit and columns.stop != matrix.columns):
+        raise ValueError(f"columns {columns.start} to {columns.stop} cut a group of {unit}")
+    if rows.start % PANEL or (rows.stop % PANEL and rows.stop != matrix.rows):
+        matrix, rows = _repacked(matrix, rows), range(len(rows))
+    first, last = rows.start // PANEL, -(-rows.stop // PANEL)
+    steps = slice(columns.start // STEP, -(-columns.stop // STEP))
+    groups = slice(columns.start // unit, -(-columns.stop // unit))
+    return QuantizedMatrix(
+        len(rows),
+        len(columns),
+        matrix.packed[first:last, steps].contiguous(),
+        matrix.row_scales[first * PANEL : last * PANEL],
+        None if matrix.scales is None else matrix.scales[first:last, groups].contiguous(),
+        None if matrix.offsets is None else matrix.offsets[first:last, groups].contiguous(),
+    )
+
+
+def _repacked(matrix: QuantizedMatrix, rows: range) -> QuantizedMatrix:
+    """These rows alone, in panels of their own."""
+    scales, offsets = (
+        None if t is None else _of_rows(t)[rows.start : rows.stop] for t in (matrix.scales, matrix.offsets)
+    )
+    return pack(
+        levels_of(matrix)[rows.start : rows.stop],
+        bits=matrix.bits,
+        row_scales=matrix.row_scales[rows.start : rows.stop],
+        scales=scales,
+        offsets=offsets,
+    )
+
+
+def _of_rows(values: torch.Tensor) -> torch.Tensor:
+    """[P, G, PANEL] -> [P * PANEL, G]."""
+    return values.transpose(1, 2).reshape(-1, values.shape[1])
+
+
 def _in_panels(values: torch.Tensor) -> torch.Tensor:
     """[N, G] -> [P, G, PANEL], zeros in the rows added."""
     rows, groups = values.shape
@@ -165,5 +207,5 @@ def _in_panels(values: torch.Tensor) -> torch.Tensor:
 
 def _of_columns(matrix: QuantizedMatrix, values: torch.Tensor, group: int) -> torch.Tensor:
     """[P, G, PANEL] -> float32 [N, K], the value of each column's group."""
-    of_rows = values.float().transpose(1, 2).reshape(-1, values.shape[1])[: matrix.rows]
+    of_rows = _of_rows(values.float())[: matrix.rows]
     return of_rows.repeat_interleave(group, dim=1)[:, : matrix.columns]

@@ -27,25 +27,28 @@ class Model:
     memory_bytes: int  # of one pod, without its KV cache
 
 
-def prepare_model(name: str, dtype: str | None, reporter: Reporter, tensor_parallel: int = 1) -> Model:
+def prepare_model(
+    name: str, dtype: str | None, reporter: Reporter, tensor_parallel: int = 1, quantization: str = "none"
+) -> Model:
     """Raises LaunchError when there is no such model or it cannot be served so."""
     if name == FAKE:
         return Model(FAKE, 0)
     try:
-        path = resolve_with_progress(name, reporter)
+        path = resolve_with_progress(name, reporter, quantization)
         check_tensor_parallel(read_config(path), tensor_parallel)
-        return Model(str(path), estimate_memory_bytes(path, resolve_dtype(dtype or "auto"), tensor_parallel))
+        known_dtype = resolve_dtype(dtype or "auto")
+        return Model(str(path), estimate_memory_bytes(path, known_dtype, tensor_parallel, quantization))
     except (CheckpointError, ValueError) as error:
         raise LaunchError(str(error)) from None
 
 
-def resolve_with_progress(name: str, reporter: Reporter) -> Path:
+def resolve_with_progress(name: str, reporter: Reporter, quantization: str = "none") -> Path:
     """`resolve_model` with a bar on a terminal and one line a stage elsewhere; silent when nothing is to be done."""
     if not reporter.console.is_terminal:
-        return resolve_model(name, _line_a_stage(name, reporter))
+        return resolve_model(name, _line_a_stage(name, reporter), quantization)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=reporter.console, transient=True) as bars:
-        return resolve_model(name, _bar_a_stage(bars))
+        return resolve_model(name, _bar_a_stage(bars), quantization)
 
 
 def main(settings: ModelSettings) -> int:

@@ -49,7 +49,9 @@ def prepare_engine(settings: StackSettings, reporter: Reporter, draft_bytes: int
     """The model to pass on: present, converted, small enough, with its kernels compiled. Raises LaunchError."""
     if FAKE in (settings.engine, settings.model):
         return FAKE
-    model = prepare_model(settings.model, settings.dtype, reporter, settings.tensor_parallel or 1)
+    model = prepare_model(
+        settings.model, settings.dtype, reporter, settings.tensor_parallel or 1, settings.quantization or "none"
+    )
     num_pods = settings.num_prefill + settings.decode
     needed_bytes = num_pods * (model.memory_bytes + (settings.kv_memory or ASSUMED_KV_BYTES))
     needed_bytes += settings.decode * draft_bytes

@@ -38,6 +38,9 @@ class StackSettings(Settings):
     )
     dtype: Literal["auto", "float32", "bfloat16"] | None = Field(None, description="auto: bfloat16 where it is native")
     kv_dtype: Literal["auto", "int8", "fp8"] | None = Field(None, description="of the KV cache; auto: as dtype")
+    quantization: Literal["none", "int8", "int4", "gguf"] | None = Field(
+        None, description="weights: int8, int4, a GGUF file's own blocks, or as the checkpoint has them (none)"
+    )
     kv_memory: ByteSize | None = Field(None, gt=0, description="KV cache of each pod, such as 512MiB")
     max_num_seqs: int | None = Field(None, ge=1, description="sequences a pod runs at once")
     max_batched_tokens: int | None = Field(None, ge=1, description="tokens a pod computes in one step")

@@ -107,6 +107,7 @@ def _pod(plan: Plan, role: str, index: int, cores: str) -> ProcessSpec:
         "dtype": settings.dtype,
         "kv-dtype": settings.kv_dtype,
         "tensor-parallel": settings.tensor_parallel,
+        "quantization": settings.quantization,
         "kv-memory-bytes": None if settings.kv_memory is None else int(settings.kv_memory),
         "max-num-seqs": settings.max_num_seqs,
         "max-batched-tokens": settings.max_batched_tokens,

@@ -108,6 +108,7 @@ def _torch_runner(plan: PodPlan, model_dir: Path, endpoint: KVEndpoint, undo: Ex
         dtype=plan.model.dtype,
         kv_dtype=plan.settings.kv_dtype,
         num_threads=plan.num_threads,
+        quantization=plan.settings.quantization,
         exchange=team.exchange if team else ALONE,
     )
     if team:
@@ -126,6 +127,7 @@ def _team(plan: PodPlan, model_dir: Path, endpoint: KVEndpoint, undo: ExitStack)
             model_dir=model_dir,
             dtype=plan.model.dtype,
             kv_dtype=plan.settings.kv_dtype,
+            quantization=plan.settings.quantization,
             block_size=plan.layout.block_size,
             num_threads=plan.num_threads,
             kv_fd=endpoint.kv_file,

@@ -47,6 +47,7 @@ class PodPlan:
         return (
             f"pod_id={self.pod_id} epoch={self.epoch} engine={self.engine} model={self.model.model_id} "
             f"model_dir={self.model_dir} dtype={self.model.dtype} kv_dtype={self.model.kv_dtype} "
+            f"quantization={self.settings.quantization} "
             f"num_threads={self.num_threads} tensor_parallel={self.settings.tensor_parallel} "
             f"cores={self.settings.cores or 'any'} "
             f"block_size={self.layout.block_size} num_blocks={self.num_blocks} kv_mib={kv_mib:.1f} "
@@ -66,7 +67,7 @@ def resolve(settings: PodSettings, role: str) -> PodPlan:
         _check_tensor_parallel(settings, model_dir)
     layout = _layout(model, settings.block_size)
     speculation = resolve_speculation(settings, role, model_dir, model)
-    free_bytes = _memory_beside_model(model_dir, model.dtype, settings.tensor_parallel)
+    free_bytes = _memory_beside_model(model_dir, model.dtype, settings)
     return PodPlan(
         settings=settings,
         pod_id=settings.pod_id or f"{role}-{secrets.token_hex(4)}",
@@ -96,8 +97,10 @@ def _check_device(settings: PodSettings) -> None:
 
 def _checkpoint(settings: PodSettings) -> tuple[Path, ModelInfo]:
     try:
-        model_dir = resolve_model(settings.model)
-        return model_dir, model_info(model_dir, resolve_dtype(settings.dtype), kv_dtype=settings.kv_dtype)
+        model_dir = resolve_model(settings.model, quantization=settings.quantization)
+        dtype = resolve_dtype(settings.dtype)
+        info = model_info(model_dir, dtype, kv_dtype=settings.kv_dtype, quantization=settings.quantization)
+        return model_dir, info
     except CheckpointError as error:
         raise StartupError(str(error)) from None
 
@@ -131,9 +134,11 @@ def _layout(model: ModelInfo, block_size: int) -> KVLayout:
     )
 
 
-def _memory_beside_model(model_dir: Path | None, dtype: str, num_processes: int) -> int:
+def _memory_beside_model(model_dir: Path | None, dtype: str, settings: PodSettings) -> int:
     """Bytes; negative when not even the model fits."""
-    needed = estimate_memory_bytes(model_dir, dtype, num_processes) if model_dir else 0
+    if model_dir is None:
+        return int(psutil.virtual_memory().available)
+    needed = estimate_memory_bytes(model_dir, dtype, settings.tensor_parallel, settings.quantization)
     return int(psutil.virtual_memory().available) - needed
 
 

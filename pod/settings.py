@@ -39,6 +39,9 @@ class PodSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 where it is native")
     kv_dtype: Literal["auto", "int8", "fp8"] = Field("auto", description="of the KV cache; auto: as dtype")
     device: Literal["cpu", "cuda"] = Field("cpu", description="cuda is refused: pods cannot serve from a GPU yet")
+    quantization: Literal["none", "int8", "int4", "gguf"] = Field(
+        "none", description="weights: int8, int4, a GGUF file's own blocks, or as the checkpoint has them"
+    )
     cores: str = Field("", description="cores to run on, such as 0-3,8; empty: any")
     num_threads: int = Field(0, ge=0, description="compute threads; 0: one for each core this process may use")
     tensor_parallel: int = Field(1, ge=1, le=64, description="processes that share the model, and num_threads")

@@ -43,6 +43,7 @@ class RankSpec:
     model_dir: str
     dtype: str
     kv_dtype: str
+    quantization: str
     block_size: int
     num_threads: int
     store_file: str
@@ -69,9 +70,9 @@ def _serve(spec: RankSpec, connection: socket.socket) -> None:
     torch.set_num_threads(spec.num_threads)
     exchange = GroupExchange(Shard(spec.rank, spec.size))
     model_dir = Path(spec.model_dir)
-    model = Model.load(model_dir, spec.dtype, exchange)
+    model = Model.load(model_dir, spec.dtype, exchange, quantization=spec.quantization)
     memory = np.frombuffer(mmap.mmap(spec.kv_fd, spec.kv_bytes), np.uint8)
-    info = model_info(model_dir, spec.dtype, kv_dtype=spec.kv_dtype)
+    info = model_info(model_dir, spec.dtype, kv_dtype=spec.kv_dtype, quantization=spec.quantization)
     caches = kv_cache(memory, info, spec.block_size).of_heads(model.kv_heads)
     send_message(connection, READY)
     exchange.connect(Path(spec.store_file), torch.device("cpu"), EXCHANGE_TIMEOUT_S)

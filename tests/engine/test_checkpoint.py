@@ -30,7 +30,7 @@ from engine.checkpoint import (
 )
 from engine.gguf_convert import LLAMA3_ROPE, llama3_divisors
 from engine.model_config import read_config
-from engine.safetensors_file import read_header, sampled_digest, to_bfloat16, write_bfloat16
+from engine.safetensors_file import Layout, read_header, sampled_digest, to_bfloat16, write_tensors
 from tests.engine.tiny_llama import (
     TINY,
     OurModel,
@@ -117,13 +117,16 @@ def test_the_default_tokenizer_splits_every_digit_from_the_spaces_before_it() ->
 # --- GGUF files
 
 
-def write_gguf(file: Path, model: Any, **metadata: Any) -> None:
-    """`model` of transformers as llama.cpp's converter would write it, in float32, with a small BPE tokenizer."""
+def write_gguf(file: Path, model: Any, quantized: gguf.GGMLQuantizationType | None = None, **metadata: Any) -> None:
+    """`model` of transformers as llama.cpp's converter would write it, with a small BPE tokenizer.
+
+    In float32, or with matrices in a quantised type.
+    """
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(TINY["num_hidden_layers"])
     writer.add_context_length(TINY["max_position_embeddings"])
     writer.add_embedding_length(TINY["hidden_size"])
-    writer.add_feed_forward_length(TINY["intermediate_size"])
+    writer.add_feed_forward_length(model.config.intermediate_size)
     writer.add_head_count(TINY["num_attention_heads"])
     writer.add_head_count_kv(TINY["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
@@ -132,7 +135,11 @@ def write_gguf(file: Path, model: Any, **metadata: Any) -> None:
     for name, value in metadata.items():
         writer.add_float32(name, value) if isinstance(value, float) else writer.add_string(name, value)
     for name, parameter in model.state_dict().items():
-        writer.add_tensor(gguf_name(name), permuted(name, parameter.numpy()))
+        values = permuted(name, parameter.numpy())
+        if quantized is not None and values.ndim == 2:
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, quantized), raw_dtype=quantized)
+        else:
+            writer.add_tensor(gguf_name(name), values)
     if model.config.rope_parameters["rope_type"] == "llama3":
         rope = model.config.rope_parameters
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, rope["rope_theta"], 8).astype(np.float32))
@@ -223,7 +230,7 @@ def test_a_gguf_file_is_converted_once_and_again_when_its_content_changes(user_c
 def test_a_conversion_that_fails_leaves_nothing_behind(
     user_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_source: Path, target: Path, _progress: object) -> None:
+    def fail(_source: Path, target: Path, _progress: object, _keep_blocks: bool) -> None:
         (target / "config.json").write_text("{}")
         raise CheckpointError("no")
 
@@ -241,7 +248,7 @@ def test_a_second_process_waits_for_the_first_ones_conversion(
     """Threads stand for processes: the lock belongs to the open file, not to the process."""
     started, may_finish, conversions = threading.Event(), threading.Event(), []
 
-    def convert(source: Path, target: Path, _progress: object) -> None:
+    def convert(source: Path, target: Path, _progress: object, _keep_blocks: bool) -> None:
         conversions.append(source)
         started.set()
         assert may_finish.wait(30)
@@ -319,7 +326,10 @@ SPOILED: dict[str, tuple[Any, str]] = {
     "no architecture": (lambda d: edit_config(d, architectures=None), r"architecture none: supported are Llama"),
     "activation": (lambda d: edit_config(d, hidden_act="gelu"), r"hidden_act = 'gelu': only 'silu'"),
     "window": (lambda d: edit_config(d, sliding_window=4096), r"sliding_window = 4096: only full attention"),
-    "quantised": (lambda d: edit_config(d, quantization_config={}), r"quantization_config is set"),
+    "quantised": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}),
+        r"quantization_config: quant_method = 'fp8': only awq, gptq, gguf are supported",
+    ),
     "no layers": (lambda d: edit_config(d, num_hidden_layers=None), r"num_hidden_layers is missing"),
     "negative": (lambda d: edit_config(d, hidden_size=-1), r"hidden_size = -1: must be a whole number above 0"),
     "text": (lambda d: edit_config(d, vocab_size="x"), r"vocab_size = 'x': must be a whole number"),
@@ -470,7 +480,7 @@ def test_a_written_file_is_read_by_safetensors(tmp_path: Path) -> None:
     tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([7.5], np.float32)}
     done: list[tuple[int, int]] = []
     file = tmp_path / "x.safetensors"
-    write_bfloat16(file, {k: v.shape for k, v in tensors.items()}, tensors.items(), lambda *d: done.append(d))
+    write_tensors(file, {k: ("BF16", v.shape) for k, v in tensors.items()}, tensors.items(), lambda *d: done.append(d))
     loaded = load_file(file)
     assert {k: v.float().tolist() for k, v in loaded.items()} == {k: v.tolist() for k, v in tensors.items()}
     assert done == [(12, 14), (14, 14)]
@@ -478,7 +488,14 @@ def test_a_written_file_is_read_by_safetensors(tmp_path: Path) -> None:
 
 
 def test_writing_other_tensors_than_announced_is_an_error(tmp_path: Path) -> None:
-    values = np.zeros((2, 2), np.float32)
-    for shapes in ({"b": (2, 2)}, {"a": (4,)}, {"a": (2, 2), "b": (1,)}, {}):
+    values, square = np.zeros((2, 2), np.float32), ("BF16", (2, 2))
+    layouts: list[Layout] = [
+        {"b": square},
+        {"a": ("BF16", (4,))},
+        {"a": ("U8", (2, 2))},
+        {"a": square, "b": square},
+        {},
+    ]
+    for layout in layouts:
         with pytest.raises(ValueError, match=r"expected|were given"):
-            write_bfloat16(tmp_path / "x", shapes, [("a", values)], lambda *_: None)
+            write_tensors(tmp_path / "x", layout, [("a", values)], lambda *_: None)

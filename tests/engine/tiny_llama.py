@@ -73,8 +73,15 @@ def scheduled(
 class OurModel:
     """Our model with a KV cache of its own."""
 
-    def __init__(self, folder: Path, dtype: str = "float32", num_blocks: int = 64, kv_dtype: str = "auto") -> None:
-        self.model = Model.load(folder, dtype)
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str = "float32",
+        num_blocks: int = 64,
+        kv_dtype: str = "auto",
+        quantization: str = "none",
+    ) -> None:
+        self.model = Model.load(folder, dtype, quantization=quantization)
         info = model_info(folder, dtype, kv_dtype=kv_dtype)
         memory = np.zeros(num_blocks * kv_block_bytes(info, BLOCK_SIZE), np.uint8)
         cache = kv_cache(memory, info, BLOCK_SIZE)

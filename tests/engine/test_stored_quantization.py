@@ -1,0 +1,174 @@
+"""Checkpoints whose weights are quantised already: their very integers are multiplied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint import CheckpointError, cache_dir, model_info, resolve_model
+from kernels.linear import LinearWeights
+from kernels.quantized import QuantizedMatrix, dequantized
+from tests.engine.quantized_checkpoints import Recipe, load, make_quantized, values_of
+from tests.engine.test_checkpoint import BYTE_TOKENS, write_gguf
+from tests.engine.tiny_llama import (
+    OurModel,
+    edit_config,
+    make_checkpoint,
+    random_ids,
+    reference_logits,
+    scheduled,
+)
+
+
+@pytest.fixture(autouse=True)
+def user_cache(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("loaded")
+    make_checkpoint(folder)
+    OurModel(folder).logits(scheduled([1], 0, [0]))  # loads the compiled kernels while their cache is the user's own
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+AWQ_AND_GPTQ = [
+    Recipe("awq"),
+    Recipe("awq", group=128),
+    Recipe("awq", group=-1),
+    Recipe("gptq", symmetric=True),
+    Recipe("gptq", group=128),
+    Recipe("gptq", group=-1),
+    Recipe("gptq", layout="gptq_v2"),
+    Recipe("gptq", bits=8, symmetric=True, group=32),
+    Recipe("gptq", bits=8),
+]
+
+
+@pytest.mark.parametrize("recipe", AWQ_AND_GPTQ, ids=str)
+def test_a_quantised_checkpoint_gives_the_logits_of_its_values(recipe: Recipe, tmp_path: Path) -> None:
+    model = make_quantized(tmp_path / "m", recipe)
+    ours = OurModel(resolve_model(str(tmp_path / "m")))
+    prompt = random_ids(40)
+    actual, expected = ours.logits(scheduled(prompt, 0, range(10))), reference_logits(model, prompt)
+    torch.testing.assert_close(actual, expected, atol=2e-3 * float(expected.abs().max()), rtol=0)
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+    layer = load(tmp_path / "m").layers[0]
+    for part, name in zip(layer.qkv.parts, ("q", "k", "v"), strict=True):
+        assert isinstance(part, QuantizedMatrix)
+        assert part.bits == recipe.bits
+        torch.testing.assert_close(
+            dequantized(part), model.state_dict()[f"model.layers.0.self_attn.{name}_proj.weight"], rtol=1e-5, atol=1e-6
+        )
+
+
+def reorder_columns(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    g_idx = tensors["model.layers.1.mlp.up_proj.g_idx"]
+    tensors["model.layers.1.mlp.up_proj.g_idx"] = g_idx.flip(0)
+    save_file(tensors, file)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "act order": (reorder_columns, r"model\.layers\.1\.mlp\.up_proj: its columns are in the order of activations"),
+    "no object": (lambda d: edit_config(d, quantization_config=4), r"quantization_config = 4: must be an object"),
+    "method": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "bitsandbytes"}),
+        r"quant_method = 'bitsandbytes': only awq, gptq, gguf are supported",
+    ),
+    "bits": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "gptq", "bits": 3}),
+        r"bits = 3: GPTQ weights must have 4 or 8",
+    ),
+    "group": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 16}),
+        r"group_size = 16: must be -1, 32, 64 or a multiple of 128",
+    ),
+    "other group": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32}),
+        r"\w_proj: scales \(128, 4\) and zero points \(128, 4\) do not fit weights \(128, 256\) in groups of 32",
+    ),
+    "awq version": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "awq", "version": "gemv"}),
+        r"version = 'gemv': only 'gemm' is supported",
+    ),
+    "awq without zeros": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "awq", "zero_point": False}),
+        r"zero_point = False: only true is supported",
+    ),
+    "layout": (
+        lambda d: edit_config(
+            d, quantization_config={"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
+        ),
+        r"checkpoint_format = 'marlin': only 'gptq' and 'gptq_v2' are supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_computed_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    spoil, message = REFUSED[name]
+    make_quantized(tmp_path / "m", Recipe("gptq"))
+    spoil(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(resolve_model(str(tmp_path / "m")))
+    assert "\n" not in str(caught.value)
+    assert not list((cache_dir().parent).glob("quantized/*.safetensors"))
+
+
+def test_unlike_parts_become_alike(tmp_path: Path) -> None:
+    """A checkpoint may leave single projections unquantised."""
+    model = make_quantized(tmp_path / "m", Recipe("awq"))
+    name = "model.layers.0.self_attn.k_proj"
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = {n: t for n, t in load_file(file).items() if not n.startswith(name)}
+    save_file(tensors | {f"{name}.weight": model.state_dict()[f"{name}.weight"].clone()}, file)
+    layer = load(tmp_path / "m").layers[0]
+    assert layer.qkv.dtype == torch.float32
+    assert layer.output.dtype == torch.uint8
+    prompt = random_ids(20)
+    actual = OurModel(tmp_path / "m").logits(scheduled(prompt, 0, range(5)))
+    assert torch.equal(actual.argmax(-1), reference_logits(model, prompt).argmax(-1))
+
+
+BLOCKS = [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0]
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_files_own_blocks_give_the_logits_of_their_values(
+    kind: gguf.GGMLQuantizationType, tied: bool, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"vocab_size": len(BYTE_TOKENS), "tie_word_embeddings": tied, "eos_token_id": 2}
+    model = make_checkpoint(tmp_path / "hf", intermediate_size=128, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(torch.from_numpy(dequantize(quantize(parameter.numpy(), kind), kind)))
+            else:
+                parameter.copy_(parameter.bfloat16())  # what a conversion keeps
+    write_gguf(tmp_path / "m.gguf", model, quantized=kind)
+    folder = resolve_model(str(tmp_path / "m.gguf"), quantization="gguf")
+    assert folder != resolve_model(str(tmp_path / "m.gguf"))
+    assert (
+        model_info(folder, "float32").weights_revision
+        != model_info(resolve_model(str(tmp_path / "m.gguf")), "float32").weights_revision
+    )
+    weights, state = load(folder, "gguf"), model.state_dict()
+    torch.testing.assert_close(values_of(weights.layers[2].output), state["model.layers.2.self_attn.o_proj.weight"])
+    queries = LinearWeights(weights.layers[0].qkv.parts[:1])
+    torch.testing.assert_close(values_of(queries), state["model.layers.0.self_attn.q_proj.weight"])
+    prompt = random_ids(40, vocab_size=len(BYTE_TOKENS))
+    actual = OurModel(folder, quantization="gguf").logits(scheduled(prompt, 0, range(10)))
+    model.lm_head.weight = torch.nn.Parameter(
+        model.lm_head.weight.clone()
+    )  # what is looked up is rounded, the head not
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.bfloat16())
+    expected = reference_logits(model, prompt)
+    torch.testing.assert_close(actual, expected, atol=2e-3 * float(expected.abs().max()), rtol=0)
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
