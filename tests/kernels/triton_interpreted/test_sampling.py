@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels.sampling import draw, filter_logits
@@ -47,6 +47,8 @@ def test_filters_over_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         st.one_of(st.sampled_from([0.0, 0.5, 1.0 - 2.0**-53]), st.floats(0, 1, exclude_max=True)), max_size=4
     ),
 )
+@example(weights=[0.0, 1.0, 0.0, 3.0, 0.0], numbers=[0.0, 0.25, 0.999])  # the first and second target end a token
+@example(weights=[0.25] * 70, numbers=[0.1, 0.5, 0.9])
 def test_draw_equals_the_reference(weights: list[float], numbers: list[float]) -> None:
     """All sums of these weights are exact. The draw walks blocks of 32 tokens."""
     probs = torch.tensor([weights]).repeat(len(numbers), 2)[:, : len(weights)]
@@ -57,6 +59,9 @@ def test_draw_equals_the_reference(weights: list[float], numbers: list[float]) -
 
 
 def test_rounding_at_the_end_draws_the_last_possible_token() -> None:
-    """A total that rounds upwards leaves no token beyond the target."""
-    probs = torch.tensor([[0.1, 0.7, 0.2, 0.0]])
-    assert int(draw(probs, [1.0 - 2.0**-53], backend="triton")) == 2
+    """The total, summed in another order than the cumulative sums, may round upwards: no token is beyond the target."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = ((torch.randn(63, generator=generator) * 9).softmax(0) for _ in range(1000))
+    weights = next(w for w in drawn if (wide := w.double().numpy()).sum() > wide.cumsum()[-1])
+    probs = torch.cat((weights, torch.zeros(1)))[None]
+    assert int(draw(probs, [1.0 - 2.0**-53], backend="triton")) == 62
