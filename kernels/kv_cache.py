@@ -77,6 +77,11 @@ class PagedKV:
     def head_dim(self) -> int:
         return self.k.shape[3]
 
+    @property
+    def scale_strides(self) -> tuple[int, int]:
+        """From block to block and from head to head; 0 without scales."""
+        return (0, 0) if self.k_scales is None else (self.k_scales.stride(0), self.k_scales.stride(1))
+
     def of_heads(self, heads: range) -> PagedKV:
         """The same memory, seen by who computes these KV heads alone."""
         run = slice(heads.start, heads.stop)

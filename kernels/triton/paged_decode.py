@@ -49,12 +49,16 @@ def attend_split(
     q,  # [GROUP_PADDED, DIM_PADDED]
     k_ptr,  # of this kv head: [N, block_size, D]
     v_ptr,  # likewise
+    k_scales_ptr,  # of all heads: [N, Hkv, block_size]; None unless quantised
+    v_scales_ptr,  # likewise
     table_ptr,  # of this sequence: [M]
     begin,
     end,
     scale_log2e,
     block_stride,
     slot_stride,
+    scale_block_stride,
+    scales_offset,  # of this kv head
     GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
@@ -62,7 +66,10 @@ def attend_split(
     KEYS: tl.constexpr,
     SOFT_CAP_LOG2E: tl.constexpr,
 ):
-    """Online softmax over the keys begin .. end - 1: (peak, total, accumulated values), peaks and scores in log2."""
+    """Online softmax over the keys begin .. end - 1: (peak, total, accumulated values), peaks and scores in log2.
+
+    Scales of a quantised cache multiply scores and weights, [GROUP, KEYS] each, where K and V are [KEYS, D].
+    """
     d = tl.arange(0, DIM_PADDED)
     peak = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
@@ -74,7 +81,10 @@ def attend_split(
         slot = block * block_stride + (position % BLOCK_SIZE) * slot_stride
         kv_mask = valid[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2e
+        scales_at = block * scale_block_stride + scales_offset + position % BLOCK_SIZE
+        if k_scales_ptr is not None:
+            scores *= tl.load(k_scales_ptr + scales_at, mask=valid, other=0.0)[None, :]
         if SOFT_CAP_LOG2E is not None:
             scores = capped(scores, SOFT_CAP_LOG2E)
         scores = tl.where(valid[None, :], scores, float("-inf"))
@@ -83,7 +93,9 @@ def attend_split(
         factor = tl.exp2(peak - new_peak)
         total = total * factor + tl.sum(weights, 1)
         v = tl.load(v_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        if v_scales_ptr is not None:
+            weights *= tl.load(v_scales_ptr + scales_at, mask=valid, other=0.0)[None, :]
+        acc = acc * factor[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         peak = new_peak
     return peak, total, acc
 
@@ -93,6 +105,8 @@ def decode_split_kernel(
     q_ptr,  # [B, Hq, D]
     k_ptr,  # [N, Hkv, block_size, D]
     v_ptr,  # likewise
+    k_scales_ptr,  # float32 [N, Hkv, block_size] of a quantised cache, else None
+    v_scales_ptr,  # likewise
     table_ptr,  # [B, M]
     len_ptr,  # [B]
     partial_ptr,  # float32 [B, Hq, max_splits, D]
@@ -106,6 +120,8 @@ def decode_split_kernel(
     block_stride,
     cache_head_stride,
     slot_stride,
+    scale_block_stride,
+    scale_head_stride,
     table_stride,
     BATCH_PADDED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -142,12 +158,16 @@ def decode_split_kernel(
             q,
             k_ptr + kv_head * cache_head_stride,
             v_ptr + kv_head * cache_head_stride,
+            k_scales_ptr,
+            v_scales_ptr,
             table_ptr + sequence * table_stride,
             begin,
             end,
             scale_log2e,
             block_stride,
             slot_stride,
+            scale_block_stride,
+            kv_head * scale_head_stride,
             GROUP_PADDED,
             HEAD_DIM,
             DIM_PADDED,
@@ -220,8 +240,9 @@ def paged_decode(
     keys = max(_MIN_DOT, min(_KEYS, _KEYS * _KEY_BYTES // (dim_padded * q.element_size())))
     num_programs = min(batch * kv.num_heads * max_splits, _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(q.device))
     decode_split_kernel[(num_programs,)](
-        *(q, kv.k, kv.v, block_tables, context_lens, partial, lse, scale * _LOG2_E, batch, kv.num_heads, max_splits),
-        *(q.stride(0), q.stride(1), *kv.k.stride()[:3], block_tables.stride(0)),
+        *(q, kv.k, kv.v, kv.k_scales, kv.v_scales, block_tables, context_lens, partial, lse),
+        *(scale * _LOG2_E, batch, kv.num_heads, max_splits),
+        *(q.stride(0), q.stride(1), *kv.k.stride()[:3], *kv.scale_strides, block_tables.stride(0)),
         BATCH_PADDED=max(_MIN_BATCH, triton.next_power_of_2(batch)),
         GROUP=group,
         GROUP_PADDED=max(_MIN_DOT, triton.next_power_of_2(group)),

@@ -21,6 +21,8 @@ def prefill_kernel(
     q_ptr,  # [T, Hq, D]
     k_ptr,  # [N, Hkv, block_size, D]
     v_ptr,  # likewise
+    k_scales_ptr,  # float32 [N, Hkv, block_size] of a quantised cache, else None
+    v_scales_ptr,  # likewise
     table_ptr,  # [S, M]
     cu_ptr,  # [S + 1]
     len_ptr,  # [S]
@@ -32,6 +34,8 @@ def prefill_kernel(
     block_stride,
     cache_head_stride,
     slot_stride,
+    scale_block_stride,
+    scale_head_stride,
     table_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -71,7 +75,11 @@ def prefill_kernel(
             slot += (position % BLOCK_SIZE) * slot_stride
             kv_mask = valid[:, None] & (d < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2e
+            scales_at = block.to(tl.int64) * scale_block_stride + (head // GROUP) * scale_head_stride
+            scales_at += position % BLOCK_SIZE
+            if k_scales_ptr is not None:
+                scores *= tl.load(k_scales_ptr + scales_at, mask=valid, other=0.0)[None, :]
             visible = (position[None, :] <= num_before + i[:, None]) & valid[None, :]
             if SOFT_CAP_LOG2E is not None:
                 scores = capped(scores, SOFT_CAP_LOG2E)
@@ -87,7 +95,9 @@ def prefill_kernel(
             factor = tl.exp2(peak - base)
             total = total * factor + tl.sum(weights, 1)
             v = tl.load(v_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            if v_scales_ptr is not None:
+                weights *= tl.load(v_scales_ptr + scales_at, mask=valid, other=0.0)[None, :]
+            acc = acc * factor[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
             peak = new_peak
 
         to = out_ptr + (token[:, None] * num_heads + head) * HEAD_DIM + d[None, :]
@@ -125,8 +135,10 @@ def paged_prefill(
     dim_padded = max(_MIN_DOT, triton.next_power_of_2(head_dim))
     queries, keys = tile(q.dtype, dim_padded)
     prefill_kernel[(triton.cdiv(num_tokens, queries), num_heads, num_sequences)](
-        *(q, kv.k, kv.v, block_tables, cu_seqlens.contiguous(), context_lens.contiguous(), out),
-        *(scale * _LOG2_E, num_heads, q.stride(0), q.stride(1), *kv.k.stride()[:3], block_tables.stride(0)),
+        *(q, kv.k, kv.v, kv.k_scales, kv.v_scales),
+        *(block_tables, cu_seqlens.contiguous(), context_lens.contiguous(), out),
+        *(scale * _LOG2_E, num_heads, q.stride(0), q.stride(1), *kv.k.stride()[:3], *kv.scale_strides),
+        block_tables.stride(0),
         GROUP=num_heads // kv.num_heads,
         HEAD_DIM=head_dim,
         DIM_PADDED=dim_padded,

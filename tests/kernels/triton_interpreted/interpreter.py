@@ -1,7 +1,7 @@
 """Triton's interpreter, repaired and made strict. `install()` once, in a process started with TRITON_INTERPRET=1.
 
-Repairs: the stock interpreter keeps bfloat16 as uint16 and computes on those raw bits, and it truncates where hardware
-rounds to nearest even. Here bfloat16 arithmetic, comparisons and `tl.dot` work on the values.
+Repairs: the stock interpreter keeps bfloat16 as uint16 and fp8 (e4m3) as uint8 and computes on those raw bits, and it
+truncates where hardware rounds to nearest even. Here their arithmetic, comparisons and `tl.dot` work on the values.
 
 Strictness: every active lane of a load or store must lie inside a tensor that was passed to the kernel; no address may
 be written twice in a launch; a masked-off lane without `other` holds poison, as on hardware, instead of 0. Each breach
@@ -27,6 +27,7 @@ from triton.runtime import interpreter as stock
 _Builder = stock.InterpreterBuilder
 _stock_binary, _stock_unary = _Builder.binary_op, _Builder.unary_op
 _stock_cast, _stock_dot = _Builder.cast_impl, _Builder.create_dot
+_stock_fp8_cast = _Builder.create_fp_to_fp
 _stock_launch = stock.GridExecutor.__call__
 
 
@@ -38,6 +39,7 @@ def install() -> None:
     """Replaces the parts of the stock interpreter, for this process."""
     _Builder.binary_op, _Builder.unary_op = _binary_op, _unary_op
     _Builder.cast_impl, _Builder.create_dot = _cast, _dot
+    _Builder.create_fp_to_fp = _cast_fp8
     _Builder.create_masked_load, _Builder.create_masked_store = _masked_load, _masked_store
     stock.GridExecutor.__call__ = _launch
     stock._patch_builtin = _patch_builtin
@@ -58,40 +60,58 @@ def _patch_builtin(namespace: Any, builder: Any, scope: Any) -> None:
             stock._patch_attr(namespace, name, member, builder, scope)
 
 
-# bfloat16
+# bfloat16 and fp8: (torch's type, of as many bits)
+_NARROW: dict[Any, tuple[torch.dtype, torch.dtype]] = {
+    tl.bfloat16: (torch.bfloat16, torch.uint16),
+    tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+}
 
 
-def _is_bf16(handle: Any) -> bool:
-    return not isinstance(handle.dtype, tl.pointer_type) and handle.dtype.scalar == tl.bfloat16
+def _narrow(handle: Any) -> Any:
+    """The type of a handle whose bits are no numbers to numpy, else None."""
+    scalar = None if isinstance(handle.dtype, tl.pointer_type) else handle.dtype.scalar
+    return scalar if scalar in _NARROW else None
 
 
 def _widened(handle: Any) -> Any:
-    if not _is_bf16(handle):
+    narrow = _narrow(handle)
+    if narrow is None:
         return handle
-    return stock.TensorHandle((handle.data.astype(np.uint32) << np.uint32(16)).view(np.float32), tl.float32)
+    dtype, bits = _NARROW[narrow]
+    raw = torch.from_numpy(np.ascontiguousarray(handle.data)).view(bits).view(dtype)
+    return stock.TensorHandle(raw.float().numpy(), tl.float32)
 
 
-def _rounded(values: np.ndarray[Any, Any]) -> Any:
-    """float -> bfloat16, to nearest even (torch's rounding)."""
+def _rounded(values: np.ndarray[Any, Any], narrow: Any) -> Any:
+    """float -> narrow, to nearest even (torch's rounding; as on hardware, fp8 becomes 448 at most)."""
+    dtype, bits = _NARROW[narrow]
     exact = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-    return stock.TensorHandle(exact.to(torch.bfloat16).view(torch.uint16).numpy(), tl.bfloat16)
+    return stock.TensorHandle(exact.to(dtype).view(bits).numpy(), narrow)
 
 
 def _binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
     result = _stock_binary(self, _widened(left), _widened(right), op)
-    arithmetic = result.data.dtype != np.bool_
-    return _rounded(result.data) if arithmetic and _is_bf16(left) and _is_bf16(right) else result
+    narrow = _narrow(left) if _narrow(left) == _narrow(right) and result.data.dtype != np.bool_ else None
+    return result if narrow is None else _rounded(result.data, narrow)
 
 
 def _unary_op(self: Any, operand: Any, op: Any) -> Any:
     result = _stock_unary(self, _widened(operand), op)
-    return _rounded(result.data) if _is_bf16(operand) else result
+    narrow = _narrow(operand)
+    return result if narrow is None else _rounded(result.data, narrow)
 
 
 def _cast(self: Any, source: Any, target: Any) -> Any:
-    if target.scalar == tl.bfloat16:
-        return source if _is_bf16(source) else _rounded(source.data)
+    if target.scalar in _NARROW:
+        return source if _narrow(source) == target.scalar else _rounded(_widened(source).data, target.scalar)
     return _stock_cast(self, _widened(source), target)
+
+
+def _cast_fp8(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Casts to and from fp8 take a way of their own; formats other than e4m3 stay as they are."""
+    if target.scalar in _NARROW or _narrow(source) is not None:
+        return _cast(self, source, target)
+    return _stock_fp8_cast(self, source, target, rounding)
 
 
 def _dot(self: Any, a: Any, b: Any, accumulator: Any, precision: Any, max_imprecise: Any) -> Any:
@@ -140,10 +160,10 @@ def _masked_load(self: Any, pointers: Any, mask: Any, other: Any, *_options: Any
 
 
 def _poison(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """NaN for floats (0x7FC0 is bfloat16's), a large odd number for integers."""
+    """NaN for floats (0x7FC0 is bfloat16's, 0x7F fp8's), a large odd number for integers."""
     if dtype.kind == "f":
         return np.full(shape, np.nan, dtype)
-    return np.full(shape, {1: 0x7D, 2: 0x7FC0}.get(dtype.itemsize, 0x7EADBEEF), dtype)
+    return np.full(shape, {1: 0x7F, 2: 0x7FC0}.get(dtype.itemsize, 0x7EADBEEF), dtype)
 
 
 def _masked_store(self: Any, pointers: Any, value: Any, mask: Any, *_options: Any) -> Any:

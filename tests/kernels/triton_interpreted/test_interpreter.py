@@ -54,14 +54,34 @@ def test_bfloat16_arithmetic() -> None:
     assert torch.equal(less, x < y)
 
 
-@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("target", [torch.float32, torch.float16, torch.bfloat16])
+CASTS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("source", CASTS)
+@pytest.mark.parametrize("target", CASTS)
 def test_casts_round_to_nearest_even(source: torch.dtype, target: torch.dtype) -> None:
-    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0, torch.inf, -torch.inf, 1e-3, 65_000.0])
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0, 1.0625, 1.1875, 1e-3, 440.0])
     x = torch.cat((ties, numbers(56))).to(source)
     out = torch.empty(64, dtype=target)
     cast_kernel[(1,)](x, out, SIZE=64)
+    assert torch.equal(out.float(), x.to(target).float())
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.float16, torch.bfloat16])
+def test_casts_keep_infinities(target: torch.dtype) -> None:
+    x = torch.tensor([torch.inf, -torch.inf, 65_000.0, -65_000.0])
+    out = torch.empty(4, dtype=target)
+    cast_kernel[(1,)](x, out, SIZE=4)
     assert torch.equal(out, x.to(target))
+
+
+def test_every_fp8_value_is_read_and_written() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    wide, narrow = torch.empty(256), torch.empty(256, dtype=torch.float8_e4m3fn)
+    cast_kernel[(1,)](codes.view(torch.float8_e4m3fn), wide, SIZE=256)
+    torch.testing.assert_close(wide, codes.view(torch.float8_e4m3fn).float(), equal_nan=True, rtol=0, atol=0)
+    cast_kernel[(1,)](wide, narrow, SIZE=256)
+    assert torch.equal(narrow.view(torch.uint8), codes)
 
 
 def test_bfloat16_dot() -> None:
@@ -71,11 +91,11 @@ def test_bfloat16_dot() -> None:
     torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", CASTS)
 def test_masked_lanes_without_other_are_poison(dtype: torch.dtype) -> None:
-    x, out = numbers(8).to(dtype), torch.zeros(8, dtype=dtype)
+    x, out = numbers(8).to(dtype), torch.zeros(8).to(dtype)
     copy_kernel[(1,)](x, out, 5, 8, SIZE=8)
-    assert torch.equal(out[:5], x[:5])
+    assert torch.equal(out[:5].float(), x[:5].float())
     assert out[5:].isnan().all()
 
 

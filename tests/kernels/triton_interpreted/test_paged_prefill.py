@@ -21,9 +21,11 @@ def prefill(case: Attention) -> torch.Tensor:
     )
 
 
-@given(shape=shapes(max_new=150, max_context=4096, max_kv_heads=2, groups=(1, 2, 3), dtypes=DTYPES, kv_dtypes=(None,)))
+@given(shape=shapes(max_new=150, max_context=4096, max_kv_heads=2, groups=(1, 2, 3), dtypes=DTYPES))
 @example(shape=CHUNKS)
 @example(shape=dataclasses.replace(CHUNKS, sliding_window=1))
+@example(shape=dataclasses.replace(CHUNKS, sliding_window=30, kv_dtype=torch.int8))
+@example(shape=dataclasses.replace(CHUNKS, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn))
 @example(shape=dataclasses.replace(CHUNKS, sliding_window=100, soft_cap=20.0))
 @example(shape=dataclasses.replace(CHUNKS, lengths=((9, 33),), num_kv_heads=1, group=4, head_dim=72, block_size=32))
 def test_equals_dense_attention(shape: Shape) -> None:
