@@ -92,9 +92,9 @@ def attend_split(
         weights = tl.exp2(scores - new_peak[:, None])
         factor = tl.exp2(peak - new_peak)
         total = total * factor + tl.sum(weights, 1)
-        v = tl.load(v_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
         if v_scales_ptr is not None:
             weights *= tl.load(v_scales_ptr + scales_at, mask=valid, other=0.0)[None, :]
+        v = tl.load(v_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
         acc = acc * factor[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         peak = new_peak
     return peak, total, acc

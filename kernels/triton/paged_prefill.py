@@ -54,8 +54,7 @@ def prefill_kernel(
     num_new = tl.load(cu_ptr + sequence + 1) - first
     if tile * QUERIES < num_new:
         num_before = tl.load(len_ptr + sequence) - num_new
-        i = tile * QUERIES + tl.arange(0, QUERIES)
-        d = tl.arange(0, DIM_PADDED)
+        i, d = tile * QUERIES + tl.arange(0, QUERIES), tl.arange(0, DIM_PADDED)
         q_mask = (i < num_new)[:, None] & (d < HEAD_DIM)[None, :]
         token = (first + i).to(tl.int64)
         q = tl.load(q_ptr + token[:, None] * q_stride + head * q_head_stride + d[None, :], mask=q_mask, other=0.0)
@@ -70,14 +69,13 @@ def prefill_kernel(
         for start in range(begin, end, KEYS):
             position = start + tl.arange(0, KEYS)
             valid = position < end
-            block = tl.load(table_ptr + sequence * table_stride + position // BLOCK_SIZE, mask=valid, other=0)
-            slot = block.to(tl.int64) * block_stride + (head // GROUP) * cache_head_stride
-            slot += (position % BLOCK_SIZE) * slot_stride
+            table_at = table_ptr + sequence * table_stride + position // BLOCK_SIZE
+            block = tl.load(table_at, mask=valid, other=0).to(tl.int64)
+            slot = block * block_stride + (head // GROUP) * cache_head_stride + (position % BLOCK_SIZE) * slot_stride
             kv_mask = valid[:, None] & (d < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2e
-            scales_at = block.to(tl.int64) * scale_block_stride + (head // GROUP) * scale_head_stride
-            scales_at += position % BLOCK_SIZE
+            scales_at = block * scale_block_stride + (head // GROUP) * scale_head_stride + position % BLOCK_SIZE
             if k_scales_ptr is not None:
                 scores *= tl.load(k_scales_ptr + scales_at, mask=valid, other=0.0)[None, :]
             visible = (position[None, :] <= num_before + i[:, None]) & valid[None, :]
@@ -94,9 +92,9 @@ def prefill_kernel(
             weights = tl.exp2(scores - base[:, None])
             factor = tl.exp2(peak - base)
             total = total * factor + tl.sum(weights, 1)
-            v = tl.load(v_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
             if v_scales_ptr is not None:
                 weights *= tl.load(v_scales_ptr + scales_at, mask=valid, other=0.0)[None, :]
+            v = tl.load(v_ptr + slot[:, None] + d[None, :], mask=kv_mask, other=0.0)
             acc = acc * factor[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
             peak = new_peak
 

@@ -62,6 +62,8 @@ MUTANTS = [
             "first = tl.maximum(context_len - WINDOW, 0) // SPLIT_TOKENS",
             "first = context_len * 0",
         ),
+        ("scales of K missing", "scores *= tl.load(k_scales_ptr", "tl.load(k_scales_ptr"),
+        ("scales of V missing", "weights *= tl.load(v_scales_ptr", "tl.load(v_scales_ptr"),
         ("soft cap missing", "scores = capped(scores, SOFT_CAP_LOG2E)", "scores = scores * 1.0"),
         ("wrong block", "tl.load(table_ptr + position // BLOCK_SIZE", "tl.load(table_ptr + start // BLOCK_SIZE"),
         ("wrong slot", "(position % BLOCK_SIZE) * slot_stride", "((position + 1) % BLOCK_SIZE) * slot_stride"),
@@ -113,6 +115,8 @@ MUTANTS = [
         ("no causal mask", "position[None, :] <= num_before + i[:, None]", "position[None, :] >= 0 * i[:, None]"),
         ("window off by one", "end - 1) - WINDOW", "end - 1) - WINDOW - 1"),
         ("reads blocks before the window", "tile * QUERIES - WINDOW + 1", "tile * QUERIES - WINDOW - 2 * BLOCK_SIZE"),
+        ("scales of K missing", "scores *= tl.load(k_scales_ptr", "tl.load(k_scales_ptr"),
+        ("scales of V missing", "weights *= tl.load(v_scales_ptr", "tl.load(v_scales_ptr"),
         ("soft cap missing", "scores = capped(scores, SOFT_CAP_LOG2E)", "scores = scores * 1.0"),
         ("scale missing", "* scale_log2e", "* 1.0"),
         ("wrong kv head", "(head // GROUP) * cache_head_stride", "(head % GROUP) * cache_head_stride"),
@@ -127,7 +131,7 @@ MUTANTS = [
     ),
     *_of(
         "paged_prefill",
-        ("32-bit offsets", "block.to(tl.int64) * block_stride", "block * block_stride"),
+        ("32-bit offsets", "other=0).to(tl.int64)", "other=0)"),
         tests="test_large_cache",
     ),
     *_of(
@@ -142,6 +146,15 @@ MUTANTS = [
         ("wrong block", "(slot // BLOCK_SIZE) * block_stride", "((slot + 1) // BLOCK_SIZE) * block_stride"),
         ("K in place of V", "v = tl.load(v_ptr + token * v_stride", "v = tl.load(k_ptr + token * v_stride"),
         ("skipped slots written", "if slot >= 0:", "if slot >= -1:"),
+    ),
+    *_of(
+        "kv_formats",
+        ("sign of the largest ignored", "size = tl.abs(wide)", "size = wide"),
+        ("rounded down", "(scaled + ROUNDS_TO_INTEGER) - ROUNDS_TO_INTEGER", "tl.floor(scaled)"),
+        ("infinities taken for large", "tl.where(finite, 0, 1)", "tl.where(finite, 0, 0)"),
+        ("tiny rows scaled", "peak >= SMALLEST_PEAK", "peak > 0"),
+        ("scale inverted", "tl.div_rn(divisor, limit)", "tl.div_rn(limit, divisor)"),
+        tests="test_kv_write",
     ),
     *_of(
         "rms_norm",
