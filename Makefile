@@ -68,6 +68,10 @@ bench-linear-quantized: $(RUN_STAMP) ## the same over int8 and int4 weights
 bench-perplexity: $(RUN_STAMP) ## what quantised weights cost in quality
 	@exec $(PY) -m bench.engine.perplexity $(ARGS)
 
+.PHONY: bench-step
+bench-step: $(WARM_STAMP) ## a decode step's cost beside the C++, and its growth with the batch
+	@exec $(PY) -m bench.engine.bench_step $(ARGS)
+
 .PHONY: bench-peers
 bench-peers: $(RUN_STAMP) ## get vLLM and llama.cpp for bench-engine: make bench-peers DIR=/some/where
 	@$(if $(DIR),,echo "error: say where to: make bench-peers DIR=/some/where" >&2; exit 2)

@@ -119,12 +119,16 @@ def flatten(sequences: Seq[ScheduledSequence], block_size: int) -> FlatBatch:
     decodes = [s for s in sequences if len(s.token_ids) == 1]
     prefills = [s for s in sequences if len(s.token_ids) > 1]
     ends = list(accumulate(len(s.token_ids) + len(s.draft_ids) for s in sequences))
-    positions = np.concatenate([np.arange(s.start, s.end + len(s.draft_ids)) for s in sequences])
-    slots = np.concatenate([_slots(s, block_size) for s in sequences])
+    positions = [range(s.start, s.end + len(s.draft_ids)) for s in sequences]
+    slots = [
+        s.block_table[position // block_size] * block_size + position % block_size
+        for s, its_own in zip(sequences, positions, strict=True)
+        for position in its_own
+    ]
     return FlatBatch(
         token_ids=torch.tensor([token for s in sequences for token in (*s.token_ids, *s.draft_ids)]),
-        positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slots),
+        positions=torch.tensor([position for its_own in positions for position in its_own]),
+        slot_mapping=torch.tensor(slots),
         sample_rows=torch.tensor(
             [
                 row
@@ -144,12 +148,6 @@ def flatten(sequences: Seq[ScheduledSequence], block_size: int) -> FlatBatch:
             list(accumulate((len(s.token_ids) for s in prefills), initial=0)), dtype=torch.int32
         ),
     )
-
-
-def _slots(sequence: ScheduledSequence, block_size: int) -> NDArray[np.int64]:
-    positions = np.arange(sequence.start, sequence.end + len(sequence.draft_ids))
-    table = np.asarray(sequence.block_table, dtype=np.int64)
-    return np.asarray(table[positions // block_size] * block_size + positions % block_size)
 
 
 def _block_tables(sequences: Seq[ScheduledSequence]) -> torch.Tensor:

@@ -40,9 +40,8 @@ def run_stages(
     described = _described.get(decoder)
     if described is None:
         described = _described[decoder] = _Description(decoder)
-    for in_cpp, stages in groupby(range(first, last), lambda s: batch.num_tokens <= described.max_rows[s]):
-        span = list(stages)
-        arguments = (span[0], span[-1] + 1, delta, residual, batch, caches, new_delta, new_residual)
+    for in_cpp, begin, end in described.spans(first, last, batch.num_tokens):
+        arguments = (begin, end, delta, residual, batch, caches, new_delta, new_residual)
         if not in_cpp or not described.run(*arguments):
             reference.run_stages(decoder, *arguments)  # which also says what was wrong with a batch that was refused
         delta, residual = new_delta, new_residual
@@ -55,7 +54,7 @@ class _Description:
         self._dtype = decoder.dtype
         heads = (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim)
         self._query = torch.empty((0, decoder.num_heads, decoder.head_dim), dtype=decoder.dtype)
-        self.max_rows = [_max_rows(decoder, stage) for stage in decoder.stages]
+        self._max_rows = [_max_rows(decoder, stage) for stage in decoder.stages]
         self._attentions = [_attention(s) if isinstance(s, AttentionStage) else None for s in decoder.stages]
         self._stages = (c.Stage * len(decoder.stages))(*map(_stage, decoder.stages, self._attentions))
         linears = [pair for stage in decoder.stages if (pair := _linears(stage)) is not None]
@@ -66,6 +65,14 @@ class _Description:
         self._workspace = torch.empty(0, dtype=self._dtype)
         self._caches: Sequence[PagedKV] = ()
         self._cache_structs = (c.Cache * 0)()
+
+    def spans(self, first: int, last: int, rows: int) -> list[tuple[bool, int, int]]:
+        """Runs of stages, each with whether the C++ takes it."""
+        if rows <= min(self._max_rows[first:last]):
+            return [(True, first, last)]
+        groups = groupby(range(first, last), lambda stage: rows <= self._max_rows[stage])
+        runs = [(in_cpp, list(stages)) for in_cpp, stages in groups]
+        return [(in_cpp, stages[0], stages[-1] + 1) for in_cpp, stages in runs]
 
     def run(
         self,
