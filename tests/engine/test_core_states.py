@@ -234,7 +234,7 @@ def test_a_planted_bug_gives_a_wrong_answer(
 ) -> None:
     monkeypatch.setattr(owner, method, planted)
     with pytest.raises(AssertionError, match="is wrong"):
-        explore(400, (Phase.generate,))
+        explore(4000, (Phase.generate,))  # ends at the first; what is drawn depends on which modules are loaded
 
 
 def hand_off_after_the_lease_expired() -> None:
