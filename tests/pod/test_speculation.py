@@ -107,7 +107,7 @@ async def test_a_pod_that_drafts_answers_rightly_and_says_how_often_it_guessed(c
     received = client.received[sequence.sequence_id]
     await received.until_ended()
     assert tuple(received.token_ids) == right_answer(sequence).output_ids
-    assert 10 < received.last.num_accepted < received.last.num_drafts
+    assert 0 < received.last.num_accepted < received.last.num_drafts
     load = pod.load()
     assert (load.num_drafts, load.num_accepted) == (received.last.num_drafts, received.last.num_accepted)
     registry = pod.metrics.registry

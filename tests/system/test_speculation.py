@@ -39,7 +39,7 @@ async def test_right_drafts_save_messages_and_are_in_the_ledger(registry_url: st
     async with running_stack(registry_url, tmp_path, pod=DRAFTING) as stack:
         outcome = await stack.generate(long_running(40, 60))
         ledger = outcome.ledger
-        assert 20 < ledger.num_accepted < ledger.num_drafts
+        assert 0 < ledger.num_accepted < ledger.num_drafts
         assert len(outcome.responses) <= 61 - ledger.num_accepted
 
 
