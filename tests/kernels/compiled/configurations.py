@@ -25,8 +25,9 @@ from kernels import (
     sampling,
     silu_mul,
 )
-from kernels.kv_cache import PagedKV
+from kernels.kv_cache import QUANTISED_DTYPES, PagedKV
 from kernels.quantized import PANEL, STEP, QuantizedMatrix
+from tests.kernels.compiled.targets import TARGETS
 
 BLOCK_SIZE = 16
 TOKENS = 4
@@ -49,7 +50,7 @@ class Configuration:
 
 def configurations() -> tuple[Configuration, ...]:
     """All of them, in the order of the table."""
-    return (*_attention(), *_quantised_linears(), *_rowwise(), *_sampling(), *_copies())
+    return (*_attention(), *_quantised_caches(), *_quantised_linears(), *_rowwise(), *_sampling(), *_copies())
 
 
 def _attention() -> Iterator[Configuration]:
@@ -68,6 +69,23 @@ def _attention() -> Iterator[Configuration]:
             launch=partial(launch, shape, dtype),
             matrix=dtype != torch.float32,  # float32 is computed as IEEE has it
             quick_on=quick_on,
+        )
+
+
+def _quantised_caches() -> Iterator[Configuration]:
+    ops: tuple[tuple[str, Callable[..., None]], ...] = (
+        ("decode", _decode),
+        ("prefill", _prefill),
+        ("kv_write", _kv_write),
+    )
+    for (kind, dtype), (op, launch) in itertools.product((("int8", torch.int8), ("fp8", torch.float8_e4m3fn)), ops):
+        yield Configuration(
+            name=f"{op} {_label(LLAMA_3_8B, torch.bfloat16)} kv {kind}",
+            launch=partial(launch, LLAMA_3_8B, torch.bfloat16, dtype),
+            matrix=True,
+            quick_on=frozenset({"sm_90"} if kind == "int8" else ()),
+            narrow_because="a tile of bytes gives a lane fewer than 16" if op != "kv_write" else None,
+            targets=frozenset(TARGETS) - {"sm_80"} if kind == "fp8" else None,  # the compiler has e4m3 from sm_89 on
         )
 
 
@@ -125,9 +143,12 @@ def _label(shape: ModelShape, dtype: torch.dtype) -> str:
 
 
 def _cache(shape: ModelShape, dtype: torch.dtype) -> PagedKV:
-    """That of the second of three layers."""
-    cache = torch.zeros(8, 3, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=dtype)
-    return PagedKV(cache[:, 1, 0], cache[:, 1, 1])
+    """That of the second of three layers; quantised, with its scales."""
+    k, v = torch.zeros(8, 3, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim).to(dtype)[:, 1].unbind(1)
+    if dtype not in QUANTISED_DTYPES:
+        return PagedKV(k, v)
+    scales = torch.ones(8, 3, 2, shape.kv_heads, BLOCK_SIZE)[:, 1]
+    return PagedKV(k, v, *scales.unbind(1))
 
 
 def _heads(shape: ModelShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -141,22 +162,22 @@ def _context(num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(num_sequences, 64, dtype=torch.int32), torch.ones(num_sequences, dtype=torch.int32)
 
 
-def _decode(shape: ModelShape, dtype: torch.dtype) -> None:
+def _decode(shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
     q, _, _ = _heads(shape, dtype)
     paged_decode.paged_decode(
-        *(q, _cache(shape, dtype), *_context(TOKENS), 0.1),
+        *(q, _cache(shape, kv_dtype or dtype), *_context(TOKENS), 0.1),
         sliding_window=shape.window,
         soft_cap=shape.soft_cap,
         backend="triton",
     )
 
 
-def _prefill(shape: ModelShape, dtype: torch.dtype) -> None:
+def _prefill(shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
     q, _, _ = _heads(shape, dtype)
     tables, context_lens = _context(2)
     starts = torch.tensor([0, 2, 4], dtype=torch.int32)
     paged_prefill.paged_prefill(
-        *(q, _cache(shape, dtype), tables, starts, context_lens, 0.1),
+        *(q, _cache(shape, kv_dtype or dtype), tables, starts, context_lens, 0.1),
         sliding_window=shape.window,
         soft_cap=shape.soft_cap,
         backend="triton",
@@ -179,10 +200,10 @@ def _int4_matrix(group: int, offsets: bool = False, size: int = LLAMA_3_8B.hidde
     return QuantizedMatrix(size, size, packed, torch.ones(size), scales, scales if offsets else None)
 
 
-def _kv_write(shape: ModelShape) -> None:
-    _, k, v = _heads(shape, torch.bfloat16)
+def _kv_write(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> None:
+    _, k, v = _heads(shape, dtype)
     slots = torch.zeros(TOKENS, dtype=torch.int64)
-    kv_write.kv_write(k, v, _cache(shape, torch.bfloat16), slots, backend="triton")
+    kv_write.kv_write(k, v, _cache(shape, kv_dtype or dtype), slots, backend="triton")
 
 
 def _rms_norm(shape: ModelShape) -> None:
