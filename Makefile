@@ -64,6 +64,10 @@ bench-linear: $(RUN_STAMP) ## the CPU's linear layers as a ratio of a read and o
 bench-linear-quantized: $(RUN_STAMP) ## the same over int8 and int4 weights
 	@exec $(PY) -m bench.kernels.bench_linear_quantized $(ARGS)
 
+.PHONY: bench-kv-dtypes
+bench-kv-dtypes: $(RUN_STAMP) ## decode attention on a CPU over int8 and fp8 caches, against float32
+	@exec $(PY) -m bench.kernels.bench_kv_dtypes $(ARGS)
+
 .PHONY: bench-perplexity
 bench-perplexity: $(RUN_STAMP) ## what quantised weights cost in quality
 	@exec $(PY) -m bench.engine.perplexity $(ARGS)
