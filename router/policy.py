@@ -266,7 +266,9 @@ def _busy(role: str, request: RoutingRequest, priced: Sequence[_Priced], rng: Ra
     backlog_s = min(p.cost for p in priced)
     most_free = max(p.pod.num_free_blocks for p in priced)
     room = f"{request.num_tokens} tokens to place, at most {most_free} blocks free"
-    message = f"all {len(priced)} {role} pods are busy: {room}"
+    refused = sum(p.pod.key in request.busy for p in priced)  # whatever their last reports say
+    asked = f", {refused} asked just now had no room in time" if refused else ""
+    message = f"all {len(priced)} {role} pods are busy: {room}{asked}"
     return Refusal(common_pb2.ERROR_KIND_OVERLOADED, message, True, _retry_ms(backlog_s, rng))
 
 

@@ -255,6 +255,11 @@ def test_busy_pods_can_wait(pods: list[PodView], message: str) -> None:
     assert refusal.message.startswith(message)
 
 
+def test_a_pod_that_just_refused_is_counted_whatever_it_reported() -> None:
+    refusal = refused(route([prefill("p"), decode("d")], request(busy=frozenset({("d", "e1")}))))
+    assert refusal.message.endswith("blocks free, 1 asked just now had no room in time")
+
+
 def test_too_long_for_every_pod() -> None:
     refusal = refused(route([prefill("p"), decode("d", max_model_len=109)]))
     assert refusal.kind == common_pb2.ERROR_KIND_INVALID_REQUEST
