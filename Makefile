@@ -69,7 +69,7 @@ bench-kv-dtypes: $(RUN_STAMP) ## decode attention on a CPU over int8 and fp8 cac
 	@exec $(PY) -m bench.kernels.bench_kv_dtypes $(ARGS)
 
 .PHONY: bench-perplexity
-bench-perplexity: $(RUN_STAMP) ## what quantised weights cost in quality
+bench-perplexity: $(RUN_STAMP) ## what quantised weights and KV cost in quality
 	@exec $(PY) -m bench.engine.perplexity $(ARGS)
 
 .PHONY: bench-step

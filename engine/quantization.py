@@ -61,8 +61,9 @@ def check_quantization(quantization: str, stored: StoredQuantization | None, sou
             f"quantization {quantization!r}: the weights of {source} are quantised already ({stored.method}): use none"
         )
     if quantization == "gguf" and (stored is None or stored.method != "gguf"):
+        others = "none" if stored else "none, int8 or int4"
         raise CheckpointError(
-            f"quantization 'gguf': {source} was not made from a GGUF file with it: give the GGUF file"
+            f"quantization 'gguf': {source} has no blocks of a GGUF file: give the GGUF file itself, or use {others}"
         )
 
 

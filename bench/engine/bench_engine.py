@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.arguments import exit_code, new_file, positive
 from bench.engine.arms import Makers
 from bench.engine.bars import Result, evaluate
 from bench.engine.catalogue import ARMS, CASE_ARMS, VLLM_CHUNKS, bars
@@ -43,11 +44,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", type=Path, default=os.environ.get(PEERS_VARIABLE))
     parser.add_argument("--only", type=names_of(CASE_ARMS), default=list(CASE_ARMS), metavar="CASE,...")
     parser.add_argument("--arms", type=names_of(ARMS), default=list(ARMS), metavar="ARM,...")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--json", type=new_file)
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds}: must be at least 1")
     if arguments.peers and not arguments.peers.is_dir():
         parser.error(f"--peers {arguments.peers}: no such directory; make bench-peers DIR={arguments.peers} makes it")
     return arguments
@@ -138,4 +137,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

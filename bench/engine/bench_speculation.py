@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.arguments import exit_code, positive
 from engine.batch import EngineLoad
 from engine.checkpoint import DEFAULT_MODEL, model_info, resolve_dtype, resolve_model
 from engine.core import EngineConfig, EngineCore
@@ -145,8 +146,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--draft-model")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=positive, default=3)
     arguments = parser.parse_args()
     model_dir = resolve_model(arguments.model)
     draft_dir = resolve_model(arguments.draft_model) if arguments.draft_model else None
@@ -171,4 +172,4 @@ def report(name: str, threshold: float, kind: str, rounds: list[dict[str, Run]])
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

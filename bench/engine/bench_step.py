@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
+from bench.arguments import exit_code, new_file, positive
 from bench.engine.bars import Bar, Result, Round
 from engine.checkpoint import model_info, resolve_model
 from engine.core import EngineConfig, EngineCore
@@ -129,11 +129,14 @@ def run_round(core: EngineCore, context: int, watch: Stopwatch) -> Round:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the rounds there")
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--context", type=positive, default=128, help="tokens of each prompt")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--json", type=new_file, help="also write the rounds there")
     arguments = parser.parse_args()
+    longest = model_info(resolve_model(MODEL), DTYPE).max_model_len - 2 * STEPS
+    if arguments.context > longest:
+        parser.error(f"argument --context: {arguments.context}: must be at most {longest} with this model")
     core, watch = make_core(arguments.threads, arguments.context), Stopwatch()
     with watched_library(watch):
         rounds = [run_round(core, arguments.context, watch) for _ in range(arguments.rounds + 1)][1:]
@@ -148,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.arguments import positive
 from bench.engine.worker import answer_lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--threads", type=positive, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)

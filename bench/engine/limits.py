@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bench.arguments import positive
 from bench.engine.worker import answer_lines
 
 READ_BYTES = 269_000_000
@@ -37,7 +38,7 @@ def best_s(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--threads", type=positive, required=True)
     torch.set_num_threads(parser.parse_args().threads)
     words = torch.ones(READ_BYTES // 4)
     x = torch.randn(ROWS, DEPTH, dtype=matmul_dtype())

@@ -1,10 +1,12 @@
-"""What quantised weights cost in quality: perplexity of the default model, against its weights in bfloat16.
+"""What quantised weights and KV cost in quality: perplexity of the default model, against bfloat16 weights, float32 KV.
 
-    python -m bench.engine.perplexity [--model NAME] [--quantizations int8 int4 gguf] [--windows 16] [--json FILE]
+    python -m bench.engine.perplexity [--model NAME] [--quantizations int8 int4 gguf] [--kv-dtypes int8 fp8]
+                                      [--windows 16] [--json FILE]
 
 The text is the prose of Python's language reference that ships inside Python itself (`pydoc_data.topics`). It is cut
 into windows of 512 tokens, of which some evenly spaced ones are read, each on its own; the second half of a window is
-scored, so that every scored token has at least 256 before it. Activations are float32. Bars, as ratios to bfloat16:
+scored, so that every scored token has at least 256 before it. Activations are float32. One thing is quantised at a
+time: KV goes with bfloat16 weights. Bars, as ratios to nothing quantised:
 `BAR name value op threshold PASS|FAIL`, one a line.
 """
 
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from bench.arguments import exit_code, new_file, positive
 from engine.batch import ScheduledSequence
 from engine.checkpoint import DEFAULT_MODEL, model_info, resolve_model
 from engine.kv_cache import kv_cache
@@ -33,15 +36,25 @@ from engine.runner import flatten
 from engine.sequence import SamplingParams
 
 DTYPE, BLOCK_SIZE, WINDOW = "float32", 16, 512
-THRESHOLDS = {"int8": 1.01, "int4": 1.10, "gguf": 1.01}
+THRESHOLDS = {"int8": 1.01, "int4": 1.10, "gguf": 1.01}  # quantization -> most that perplexity may be, as a ratio
+KV_THRESHOLDS = {"int8": 1.01, "fp8": 1.03}  # kv_dtype -> the same
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     quantization: str
+    kv_dtype: str
     perplexity: float
     num_tokens: int
     seconds: float
+
+    @property
+    def name(self) -> str:
+        return self.quantization if self.kv_dtype == "auto" else f"kv_{self.kv_dtype}"
+
+    @property
+    def threshold(self) -> float:
+        return THRESHOLDS[self.quantization] if self.kv_dtype == "auto" else KV_THRESHOLDS[self.kv_dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +81,11 @@ def windows(model_dir: Path, count: int) -> list[list[int]]:
 
 
 class Scorer:
-    """The model with one quantisation, and KV memory for one window."""
+    """The model with one quantisation of its weights and one of KV, and memory for one window."""
 
-    def __init__(self, model_dir: Path, quantization: str) -> None:
+    def __init__(self, model_dir: Path, quantization: str, kv_dtype: str) -> None:
         num_blocks = WINDOW // BLOCK_SIZE
-        info = model_info(model_dir, DTYPE)
+        info = model_info(model_dir, DTYPE, kv_dtype=kv_dtype)
         memory = np.zeros(num_blocks * kv_block_bytes(info, BLOCK_SIZE), np.uint8)
         self._model = Model.load(model_dir, DTYPE, quantization=quantization)
         self._kv = kv_cache(memory, info, BLOCK_SIZE).layers
@@ -87,35 +100,35 @@ class Scorer:
         return logits.double().log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])[:, 0]
 
 
-def measure(model_name: str, quantization: str, count: int) -> Measured:
+def measure(model_name: str, quantization: str, kv_dtype: str, count: int) -> Measured:
     model_dir = resolve_model(model_name, quantization=quantization)
-    scorer = Scorer(model_dir, quantization)
+    scorer = Scorer(model_dir, quantization, kv_dtype)
     started_at = time.perf_counter()
     logprobs = torch.cat([scorer.logprobs(ids) for ids in windows(model_dir, count)])
     seconds = time.perf_counter() - started_at
-    return Measured(quantization, math.exp(-float(logprobs.mean())), logprobs.numel(), seconds)
+    return Measured(quantization, kv_dtype, math.exp(-float(logprobs.mean())), logprobs.numel(), seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--quantizations", nargs="*", choices=THRESHOLDS, default=list(THRESHOLDS))
-    parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--kv-dtypes", nargs="*", choices=KV_THRESHOLDS, default=list(KV_THRESHOLDS))
+    parser.add_argument("--windows", type=positive, default=16)
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=new_file, help="also write the results there")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     digest = hashlib.sha256(text().encode()).hexdigest()[:16]
     print(f"text: pydoc_data.topics, {len(text()):,} characters, sha256 {digest}")
     results = []
-    for quantization in ("none", *arguments.quantizations):
-        results.append(measure(arguments.model, quantization, arguments.windows))
-        r = results[-1]
-        print(
-            f"{r.quantization}: perplexity {r.perplexity:.4f} over {r.num_tokens} tokens, {r.seconds:.1f} s", flush=True
-        )
+    kinds = [(each, "auto") for each in ("none", *arguments.quantizations)]
+    for quantization, kv_dtype in [*kinds, *(("none", each) for each in arguments.kv_dtypes)]:
+        r = measure(arguments.model, quantization, kv_dtype, arguments.windows)
+        results.append(r)
+        print(f"{r.name}: perplexity {r.perplexity:.4f} over {r.num_tokens} tokens, {r.seconds:.1f} s", flush=True)
     base = results[0].perplexity
-    bars = [Bar(f"perplexity_{r.quantization}", r.perplexity / base, THRESHOLDS[r.quantization]) for r in results[1:]]
+    bars = [Bar(f"perplexity_{r.name}", r.perplexity / base, r.threshold) for r in results[1:]]
     print("\n".join(bar.line() for bar in bars))
     if arguments.json:
         values = {"text_sha256": digest, "results": [asdict(r) for r in results], "bars": [asdict(b) for b in bars]}
@@ -123,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(exit_code(main))

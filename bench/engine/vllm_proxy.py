@@ -13,6 +13,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from bench.arguments import positive
+
 COPY_BYTES = 1 << 16
 HAND_OFF = "kv_transfer_params"
 ASK = {
@@ -111,7 +113,7 @@ async def run(port: int, prefill_port: int, decode_port: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("port", "prefill", "decode"):
-        parser.add_argument(f"--{name}", type=int, required=True)
+        parser.add_argument(f"--{name}", type=positive, required=True)
     arguments = parser.parse_args()
     asyncio.run(run(arguments.port, arguments.prefill, arguments.decode))
 

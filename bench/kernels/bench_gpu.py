@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bench.arguments import new_file, positive
 from bench.kernels.bench_linear import Bar
 from bench.kernels.gpu_cases import FULL, OURS, Case, cases
 from bench.kernels.gpu_step import EAGER, step_cases
@@ -176,9 +177,9 @@ def measured(rounds: int, budget_s: float) -> Iterator[Result]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=positive, default=20)
     parser.add_argument("--budget-s", type=float, default=200.0, help="cases that would start later are left out")
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--json", type=new_file, help="also write the results there")
     arguments = parser.parse_args()
     not_run = None if torch.cuda.is_available() else "no CUDA device"
     results = []

@@ -19,11 +19,11 @@ import os
 import statistics
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench.arguments import new_file, positive
 from bench.kernels.bench_linear import Bar
 from engine.batch import ModelInfo
 from engine.kv_cache import KVCache, kv_cache
@@ -109,9 +109,9 @@ def bars(times: dict[str, list[float]]) -> tuple[Bar, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="decode attention over quantised KV caches on a CPU")
-    parser.add_argument("--context", type=int, default=4096, help="tokens that are attended to")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds to take medians of")
-    parser.add_argument("--json", type=Path, help="file to write all rounds to")
+    parser.add_argument("--context", type=positive, default=4096, help="tokens that are attended to")
+    parser.add_argument("--rounds", type=positive, default=15, help="rounds to take medians of")
+    parser.add_argument("--json", type=new_file, help="file to write all rounds to")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     times = measure(arguments.context, arguments.rounds)

@@ -24,11 +24,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from bench.arguments import new_file, positive
 from kernels.linear import LinearWeights, linear
 
 NUM_LAYERS, HIDDEN, INNER, KV, VOCAB = 30, 576, 1536, 192, 49152
@@ -162,9 +162,9 @@ def table(model: Model, rounds: list[Round]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, default=min(2, cores))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--threads", type=positive, default=min(2, cores))
+    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument("--json", type=new_file, help="also write the results there")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = make_model()

@@ -21,10 +21,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
+from bench.arguments import new_file, positive
 from bench.kernels.bench_linear import HIDDEN, LAYER, NUM_LAYERS, VOCAB, Bar, inputs, run_ours, run_torch, timed
 from engine.quantize import INT4_GROUP
 from kernels.linear import LinearWeights
@@ -148,9 +148,9 @@ def table(models: dict[str, Model], rounds: list[Round]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, default=min(2, cores))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--threads", type=positive, default=min(2, cores))
+    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument("--json", type=new_file, help="also write the results there")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rounds, models = run_rounds(arguments.rounds)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.arguments import new_file, positive
 from kvtransfer.descs import MemType, XferDescs
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.handles import XferHandle
@@ -210,8 +211,8 @@ def bar_line(result: Result) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--rounds", type=positive, default=30)
+    parser.add_argument("--json", type=new_file, help="also write the results there")
     parser.add_argument("--owner", nargs=2, metavar=("CASE", "RUNTIME_DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.owner:

@@ -58,7 +58,7 @@ def test_the_proxy_asks_for_one_token_and_hands_its_kv_on() -> None:
     [
         ("--only=singel", "singel: must be of single, eight"),
         ("--arms=ours,vlm", "vlm: must be of ours, "),
-        ("--rounds=0", "--rounds 0: must be at least 1"),
+        ("--rounds=0", "--rounds: 0: must be a whole number, at least 1"),
         ("--peers=/nowhere/at/all", "no such directory; make bench-peers"),
     ],
 )

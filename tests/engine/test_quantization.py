@@ -238,7 +238,15 @@ def test_a_checkpoint_is_quantised_once(tmp_path: Path) -> None:
             resolve_model(str(tmp_path / "m"), quantization=q)
     with pytest.raises(CheckpointError, match="quantization 'int3': must be none, int8, int4, gguf"):
         resolve_model(str(tmp_path / "m"), quantization="int3")
-    with pytest.raises(CheckpointError, match=r"'gguf': .* was not made from a GGUF file with it: give the GGUF file"):
+    with pytest.raises(
+        CheckpointError, match=r"'gguf': .* has no blocks of a GGUF file: give the GGUF file itself, or use none$"
+    ):
+        resolve_model(str(tmp_path / "m"), quantization="gguf")
+
+
+def test_a_checkpoint_without_quantisation_has_no_blocks_of_a_gguf_file(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"give the GGUF file itself, or use none, int8 or int4$"):
         resolve_model(str(tmp_path / "m"), quantization="gguf")
 
 
