@@ -39,7 +39,7 @@ def prepare_draft(settings: StackSettings, reporter: Reporter) -> Model:
     """The draft model, converted where it must be; one of no name and no size if there is none. Raises LaunchError."""
     if (settings.speculation == "draft") != bool(settings.draft_model):
         raise LaunchError(
-            f"--speculation {settings.speculation} and --draft-model {settings.draft_model!r}: "
+            f"--speculation {settings.speculation or 'off'} and --draft-model {settings.draft_model!r}: "
             "a draft model is needed for --speculation draft, and for nothing else"
         )
     return prepare_model(settings.draft_model, settings.dtype, reporter) if settings.draft_model else Model("", 0)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from engine.batch import EngineLoad, TokenEvent
 from engine.core import EngineCore
+from engine.tensor_parallel.errors import RankLost
 from proto.errors import InternalError
 
 log = logging.getLogger(__name__)
@@ -151,8 +152,11 @@ class EngineThread:
                 future.set_exception(error)
 
     def _crashed(self, error: BaseException) -> None:
+        if isinstance(error.__cause__, RankLost):
+            error = error.__cause__  # says all there is to know; the engine around it is sound
         self._crash = error
-        self._fail_pending(f"the engine crashed: {type(error).__name__}: {error}")
+        name = "" if isinstance(error, RankLost) else f"{type(error).__name__}: "
+        self._fail_pending(f"the engine crashed: {name}{error}")
         self._on_crash(error)
 
     def _fail_pending(self, message: str) -> None:

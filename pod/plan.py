@@ -150,7 +150,9 @@ def _num_blocks(
     auto_bytes = min(AUTO_KV_BYTES, int(AUTO_KV_SHARE * max(0, free_bytes)), enough * block_bytes)
     num_blocks = settings.num_blocks or (settings.kv_memory_bytes or auto_bytes) // block_bytes
     if settings.kv_memory_bytes and num_blocks < 1:
-        raise StartupError(f"KV memory of {settings.kv_memory_bytes} bytes: one block alone takes {block_bytes}")
+        raise StartupError(
+            f"kv_memory_bytes = {settings.kv_memory_bytes}: must be at least {block_bytes}, one KV block"
+        )
     needed_bytes = max(1, num_blocks) * (block_bytes + draft_block_bytes)
     if num_blocks < 1 or needed_bytes > free_bytes:
         raise StartupError(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from engine.batch import TokenEvent
+from engine.tensor_parallel.errors import RankLost
 from kvtransfer.endpoint import KVEndpoint
 from pod.build import Engine, build_engine, make_endpoint
 from pod.engine_thread import EngineThread
@@ -183,7 +184,10 @@ class Pod:
         self.role.on_events(events)
 
     def _on_crash(self, error: BaseException) -> None:
-        log.critical("the engine crashed", exc_info=error)
+        if isinstance(error, RankLost):  # no fault in our code that a traceback would help to find
+            log.critical("the engine crashed: %s", error)
+        else:
+            log.critical("the engine crashed", exc_info=error)
         self.crash = error
         self.ended.set()
 

@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING
 
 from engine.core import EngineCore
-from engine.tensor_parallel.errors import RankLost
 from pod.engine_thread import EngineThread
 
 if TYPE_CHECKING:
@@ -23,9 +22,11 @@ class TeamWatch:
         self._watched: dict[int, int] = {}  # pid -> its descriptor, which becomes readable when the process ends
 
     def start(self) -> None:
-        for pid in self._team.pids if self._team else ():
+        if self._team is None:
+            return
+        for pid in self._team.pids:
             self._watched[pid] = os.pidfd_open(pid)
-            asyncio.get_running_loop().add_reader(self._watched[pid], self._on_death, pid)
+            asyncio.get_running_loop().add_reader(self._watched[pid], self._on_death, self._team, pid)
 
     def stop(self) -> None:
         for pid in list(self._watched):
@@ -36,11 +37,11 @@ class TeamWatch:
         if self._team:
             await asyncio.to_thread(self._team.close)
 
-    def _on_death(self, pid: int) -> None:
+    def _on_death(self, team: Team, pid: int) -> None:
         self._unwatch(pid)
 
         def fail(_: EngineCore) -> None:
-            raise RankLost(f"process {pid} of this pod has ended")
+            raise team.lost()
 
         self._engine.post(fail)
 

@@ -20,6 +20,9 @@ from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, 
 # Of all processes, since they share a file: a misspelt section would otherwise be ignored by each of them.
 SECTIONS = ("pdserve", "pod", "router", "gateway", "explain", "model", "doctor")
 
+_SIZE = "must be a number of bytes with or without a unit, such as 512MiB or 2GiB"
+_PLAINER = {"extra_forbidden": "no such setting", "byte_size": _SIZE, "byte_size_unit": _SIZE}  # than pydantic's words
+
 
 class ConfigError(Exception):
     """One line that says which setting is wrong and what is allowed."""
@@ -88,9 +91,15 @@ def read_section(file: Path | str | None, section: str) -> dict[str, Any]:
 
 
 def describe(error: Any) -> str:
-    """One pydantic error as `setting 'port' = 70000: Input should be less than 65536`."""
+    """One pydantic error as `setting 'port' = 70000: Input should be less than 65536`.
+
+    A complaint about several settings names them itself; its input is all of them, secrets too, and is not shown.
+    """
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "missing":
         return f"setting {name!r} is required"
-    complaint = "no such setting" if error["type"] == "extra_forbidden" else error["msg"]
-    return f"setting {name!r} = {error['input']!r}: {complaint}"
+    if error["type"] == "value_error":  # raised by a validator of ours; pydantic's text of it has a prefix
+        complaint = str(error["ctx"]["error"])
+    else:
+        complaint = _PLAINER.get(error["type"], error["msg"])
+    return f"setting {name!r} = {error['input']!r}: {complaint}" if name else complaint

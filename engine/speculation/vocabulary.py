@@ -29,8 +29,14 @@ def _check_same_tokens(file: Path, draft_file: Path) -> None:
         token = differing[0]
         raise CheckpointError(
             f"draft model {draft_file.parent}: {len(differing)} tokens have other ids than in {file.parent}, "
-            f"such as {token!r}: {draft_ids.get(token)}, must be {ids.get(token)}"
+            f"such as {token!r}: {_difference(draft_ids.get(token), ids.get(token))}"
         )
+
+
+def _difference(draft_id: int | None, target_id: int | None) -> str:
+    if target_id is None:
+        return f"{draft_id}, is not in the model's vocabulary"
+    return f"{'missing' if draft_id is None else draft_id}, must be {target_id}"
 
 
 def _ids(file: Path) -> dict[str, int]:

@@ -7,6 +7,7 @@ message a number lies.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from engine.shard import WHOLE, Shard
 from engine.tensor_parallel.errors import RankLost
 from kernels.flat_batch import FlatBatch
+
+log = logging.getLogger(__name__)
 
 LOCALHOST = "127.0.0.1"
 
@@ -62,12 +65,19 @@ ALONE = Alone()
 class GroupExchange:
     """Through a process group: gloo, or NCCL between GPUs. For nothing but `shard` before `connect`.
 
-    Calls raise RankLost: at once when another rank dies, after the group's timeout when one is frozen.
+    Calls raise RankLost: at once when another rank dies, after the group's timeout when one is frozen. A group cannot
+    tell which one that was (its own text names the connection at which this rank noticed), so `lost` is asked.
     """
 
-    def __init__(self, shard: Shard, announce: Callable[[FlatBatch], None] = ALONE.announce) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        announce: Callable[[FlatBatch], None] = ALONE.announce,
+        lost: Callable[[], RankLost] = lambda: RankLost("another rank is lost"),
+    ) -> None:
         self.shard = shard
         self.announce = announce
+        self._lost = lost
         self._group: Any = None
 
     def connect(self, store_file: Path, device: torch.device, timeout_s: float) -> None:
@@ -79,7 +89,7 @@ class GroupExchange:
         try:
             self._group = _make_group(store_file, self.shard, device, timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._explained(error) from None
         self._wait(self._group.barrier)
 
     def summed(self, partial: torch.Tensor) -> torch.Tensor:
@@ -112,11 +122,11 @@ class GroupExchange:
         try:
             post().wait()
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._explained(error) from None
 
-    def _lost(self, error: RuntimeError) -> RankLost:
-        reason = str(error).partition(". This is")[0]  # gloo adds advice on how to debug itself
-        return RankLost(f"rank {self.shard.rank} of {self.shard.size}: {reason}")
+    def _explained(self, error: RuntimeError) -> RankLost:
+        log.debug("rank %d of %d: %s", self.shard.rank, self.shard.size, error)
+        return self._lost()
 
 
 def _make_group(store_file: Path, shard: Shard, device: torch.device, timeout: timedelta) -> Any:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -27,10 +29,11 @@ from engine.shard import Shard
 from engine.tensor_parallel.errors import RankLost
 from engine.tensor_parallel.exchange import GroupExchange
 from engine.tensor_parallel.wire import pack, receive_message, send_message
-from engine.tensor_parallel.worker import EXCHANGE_TIMEOUT_S, READY, RankSpec
+from engine.tensor_parallel.worker import EXCHANGE_TIMEOUT_S, LOST_ANOTHER, READY, RankSpec
 from kernels.flat_batch import FlatBatch
 
 START_TIMEOUT_S = 180.0  # of a process: it imports torch, then reads its weights
+REAP_TIMEOUT_S = 1.0  # from a rank's connections closing to its process having ended
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,27 +43,15 @@ class _Member:
     process: subprocess.Popen[bytes]
     connection: socket.socket
 
-    def lost(self) -> RankLost:
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.process.pid})"
+
+    def own_end(self) -> str:
+        """How it ended by itself; empty while it runs, and when it only followed another one."""
         code = self.process.poll()
-        state = "does not answer" if code is None else f"has ended with {code}"
-        return RankLost(f"rank {self.rank} (process {self.process.pid}) {state}")
-
-    def expect(self, expected: bytes) -> None:
-        try:
-            message = receive_message(self.connection)
-        except OSError:
-            raise self.lost() from None
-        if message is None:
-            self.process.wait()
-            raise self.lost()
-        if message != expected:
-            raise RankLost(f"rank {self.rank} says {message!r} instead of {expected!r}")
-
-    def send(self, message: bytes) -> None:
-        try:
-            send_message(self.connection, message)
-        except OSError:
-            raise self.lost() from None
+        if code is None or code == LOST_ANOTHER:
+            return ""
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 class Team:
@@ -87,7 +78,7 @@ class Team:
         self._members: list[_Member] = []
         self._directory = tempfile.TemporaryDirectory(prefix="pdserve-ranks-")
         self._store_file = Path(self._directory.name) / "store"
-        self.exchange = GroupExchange(Shard(0, size), self._announce)
+        self.exchange = GroupExchange(Shard(0, size), self._announce, self.lost)
         try:
             for rank in range(1, size):
                 connection, theirs = socket.socketpair()
@@ -119,10 +110,14 @@ class Team:
         """Waits until the other ranks have loaded their shares, and connects with them. Raises RankLost."""
         for member in self._members:
             member.connection.settimeout(START_TIMEOUT_S)
-            member.expect(READY)
+            self._expect_ready(member)
             member.connection.settimeout(EXCHANGE_TIMEOUT_S)
         self.exchange.connect(self._store_file, torch.device("cpu"), EXCHANGE_TIMEOUT_S)
         self._directory.cleanup()
+
+    def lost(self) -> RankLost:
+        """What to raise when the others cannot be reached. Waits a moment for the one that ended to be known."""
+        return self._lost(self._members, EXCHANGE_TIMEOUT_S)
 
     def close(self) -> None:
         """Ends all ranks but the caller's, whatever they do. A second call does nothing."""
@@ -142,7 +137,36 @@ class Team:
     def _announce(self, batch: FlatBatch) -> None:
         message = pack(batch)
         for member in self._members:
-            member.send(message)
+            try:
+                send_message(member.connection, message)
+            except OSError:
+                raise self._lost([member], EXCHANGE_TIMEOUT_S) from None
+
+    def _expect_ready(self, member: _Member) -> None:
+        try:
+            message = receive_message(member.connection)
+        except OSError:
+            message = None
+        if message is None:
+            raise self._lost([member], START_TIMEOUT_S)
+        if message != READY:
+            raise RankLost(f"{member} says {message!r} instead of {READY!r}")
+
+    def _lost(self, suspects: list[_Member], timeout_s: float) -> RankLost:
+        """Blames whoever ended by itself; if nobody did, those of `suspects` that run and were silent for `timeout_s`.
+
+        A rank that was waiting for another gives up and ends too, so one that still runs is not waiting.
+        """
+        deadline = time.monotonic() + REAP_TIMEOUT_S
+        while True:
+            for member in self._members:
+                if end := member.own_end():
+                    return RankLost(f"{member} {end}")
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        silent = [str(member) for member in suspects if member.process.poll() is None]
+        return RankLost(f"{' or '.join(silent) or 'rank 0 (this process)'} did not answer within {timeout_s:.0f} s")
 
 
 def _spawn(spec: RankSpec) -> subprocess.Popen[bytes]:

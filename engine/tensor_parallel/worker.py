@@ -32,6 +32,7 @@ from engine.tensor_parallel.wire import receive_message, send_message, unpack
 
 READY = b"ready"
 EXCHANGE_TIMEOUT_S = 60.0  # ranks lie apart by one block of a layer at most
+LOST_ANOTHER = 3  # exit code of a rank that ends because another one did, which the first rank is to report instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,9 @@ def main() -> int:
     threading.Thread(target=_end_with, args=(connection,), name="first-rank", daemon=True).start()
     try:
         _serve(spec, connection)
-    except (CheckpointError, MemoryError, RankLost) as error:
+    except RankLost:
+        return LOST_ANOTHER
+    except (CheckpointError, MemoryError) as error:
         print(f"rank {spec.rank}: {error or type(error).__name__}", file=sys.stderr, flush=True)
         return 1
     return 0

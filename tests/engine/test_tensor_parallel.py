@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,20 +128,28 @@ def tiny(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("size", "death", "end"),
+    [
+        (2, signal.SIGKILL, "was killed by SIGKILL"),
+        (3, signal.SIGKILL, "was killed by SIGKILL"),  # the last rank, which the one between ends with
+        (2, signal.SIGSTOP, "did not answer within 5 s"),
+    ],
+)
 def test_a_dead_or_frozen_rank_fails_the_engine(
-    death: signal.Signals, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, death: signal.Signals, end: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, or after the time that a rank may be behind."""
+    """At once, or after the time that a rank may be behind; it is blamed, not one that noticed."""
     monkeypatch.setattr("engine.tensor_parallel.team.EXCHANGE_TIMEOUT_S", 5.0)
-    with pod(tiny, 2) as (runner, team, _):
+    with pod(tiny, size) as (runner, team, _):
         core = EngineCore(runner, EngineConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS))
         params = SamplingParams(temperature=0.0, max_tokens=50)
         core.add(SequenceSpec(sequence_id="s", prompt_ids=tuple(random_ids(5)), params=params))
         core.step()
-        os.kill(team.pids[0], death)
+        os.kill(team.pids[-1], death)
         began = time.monotonic()
-        with pytest.raises(EngineFailed, match="RankLost: rank") as failure:
+        blame = f"RankLost: rank {size - 1} (process {team.pids[-1]}) {end}"
+        with pytest.raises(EngineFailed, match=f"{re.escape(blame)}$") as failure:
             core.step()
         assert failure.value.sequence_ids == ("s",)
         assert time.monotonic() - began < 20
@@ -148,8 +157,19 @@ def test_a_dead_or_frozen_rank_fails_the_engine(
 
 def test_a_rank_that_cannot_load_is_named(tiny: Path) -> None:
     """The other ranks find no weights where the first one has them."""
-    with pytest.raises(RankLost, match=r"rank 1 \(process \d+\) has ended with 1"), pod_without_weights(tiny) as team:
+    with (
+        pytest.raises(RankLost, match=r"rank 1 \(process \d+\) ended with exit code 1$"),
+        pod_without_weights(tiny) as team,
+    ):
         team.connect()
+
+
+def test_ranks_that_gave_up_blame_the_first_one(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They waited for it and ended, while it was frozen itself. Here one that cannot load stands for them."""
+    monkeypatch.setattr("engine.tensor_parallel.team.LOST_ANOTHER", 1)
+    with pod_without_weights(tiny) as team:
+        os.waitid(os.P_PID, team.pids[0], os.WEXITED | os.WNOWAIT)
+        assert str(team.lost()) == "rank 0 (this process) did not answer within 60 s"
 
 
 @contextmanager

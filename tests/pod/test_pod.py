@@ -140,7 +140,7 @@ def test_the_cache_s_size_can_be_given_in_bytes() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kv_memory_bytes": 100}, "KV memory of 100 bytes: one block alone takes 256"),
+        ({"kv_memory_bytes": 100}, "kv_memory_bytes = 100: must be at least 256, one KV block"),
         ({"num_blocks": 10**9}, r"too little memory.*--kv-memory-bytes"),
     ],
 )

@@ -21,6 +21,7 @@ from engine.runner import TorchRunner
 from pod.errors import StartupError
 from pod.plan import resolve
 from pod.settings import PodSettings
+from proto.errors import InternalError
 from proto.registry import pod_key
 from proto.registry_pb2 import PodRecord
 from tests.engine.tiny_llama import make_checkpoint, random_ids, scheduled
@@ -106,7 +107,8 @@ async def test_kv_moves_from_a_pod_of_two_processes_to_one_of_one(pods: Pods, ti
     (rank,) = ranks(wide)
     rank.send_signal(signal.SIGKILL)
     assert await wide.ended() == 1
-    assert f"process {rank.pid} of this pod has ended" in wide.stderr
+    assert f"the engine crashed: rank 1 (process {rank.pid}) was killed by SIGKILL\n" in wide.stderr
+    assert "Traceback" not in wide.stderr
 
 
 async def test_a_rank_that_dies_in_mid_answer_ends_the_pod(pods: Pods) -> None:
@@ -117,9 +119,14 @@ async def test_a_rank_that_dies_in_mid_answer_ends_the_pod(pods: Pods) -> None:
     (rank,) = ranks(pod)
     rank.send_signal(signal.SIGKILL)
     await client.received[sequence.sequence_id].until_ended()
-    assert client.received[sequence.sequence_id].error() is not None
+    reason = f"the engine crashed: rank 1 (process {rank.pid}) was killed by SIGKILL"
+    error = client.received[sequence.sequence_id].error()
+    assert isinstance(error, InternalError)
+    assert error.message == reason
     assert await pod.ended() == 1
-    assert "RankLost" in pod.stderr
+    assert f"{reason}\n" in pod.stderr
+    assert "Traceback" not in pod.stderr
+    assert "pair.cc" not in pod.stderr
 
 
 async def test_a_pod_that_is_stopped_ends_its_ranks(pods: Pods) -> None:

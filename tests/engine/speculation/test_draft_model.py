@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -165,9 +167,6 @@ def test_a_draft_model_must_have_the_same_vocabulary(target: Path, other: Path, 
 
 @pytest.mark.parametrize("as_list", [False, True])
 def test_ids_must_mean_the_same(target: Path, tmp_path: Path, as_list: bool) -> None:
-    import json
-    import shutil
-
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder, words in zip(folders, (["x", "y", "z"], ["x", "z", "y"]), strict=True):
         shutil.copytree(target, folder)
@@ -177,4 +176,23 @@ def test_ids_must_mean_the_same(target: Path, tmp_path: Path, as_list: bool) -> 
     check_same_vocabulary(folders[0], folders[0])
     check_same_vocabulary(folders[0], target)
     with pytest.raises(CheckpointError, match=r"2 tokens have other ids than in .*, such as 'y': 2, must be 1"):
+        check_same_vocabulary(*folders)
+
+
+@pytest.mark.parametrize(
+    ("words", "draft_words", "complaint"),
+    [
+        (["x"], ["x", "y"], "'y': 1, is not in the model's vocabulary"),
+        (["x", "y"], ["x"], "'y': missing, must be 1"),
+    ],
+)
+def test_a_token_that_one_side_lacks_is_said_so(
+    target: Path, tmp_path: Path, words: list[str], draft_words: list[str], complaint: str
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, each in zip(folders, (words, draft_words), strict=True):
+        shutil.copytree(target, folder)
+        vocab = {word: i for i, word in enumerate(each)}
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    with pytest.raises(CheckpointError, match=f"such as {complaint}$"):
         check_same_vocabulary(*folders)

@@ -1,0 +1,40 @@
+"""What a person reads whose settings are wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.settings import UpSettings
+from pod.settings import PodSettings
+from proto.settings import ConfigError, Settings
+
+SIZE = "must be a number of bytes with or without a unit, such as 512MiB or 2GiB"
+
+
+@pytest.mark.parametrize(
+    ("settings", "argv", "message"),
+    [
+        (
+            PodSettings,
+            ["--speculation", "ngram", "--ngram-min", "5", "--ngram-max", "2"],
+            "ngram_min = 5: must be at most ngram_max = 2",
+        ),
+        (
+            PodSettings,
+            ["--cores", "abc"],
+            "setting 'cores' = 'abc': 'abc' must be a core or an ascending range of cores, as in 0-2,5",
+        ),
+        (UpSettings, ["--kv-memory", "abc"], f"setting 'kv_memory' = 'abc': {SIZE}"),
+        (UpSettings, ["--kv-memory", "5 parsecs"], f"setting 'kv_memory' = '5 parsecs': {SIZE}"),
+    ],
+)
+def test_a_wrong_setting_is_one_plain_line(settings: type[Settings], argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        settings.load(argv)
+    assert str(refusal.value) == message
+
+
+def test_settings_that_contradict_each_other_show_no_password() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        PodSettings.load(["--registry-url", "redis://:secret@host/0", "--num-blocks", "1", "--kv-memory-bytes", "1"])
+    assert "secret" not in str(refusal.value)
