@@ -61,7 +61,10 @@ def test_draw_equals_the_reference(weights: list[float], numbers: list[float]) -
 def test_rounding_at_the_end_draws_the_last_possible_token() -> None:
     """The total, summed in another order than the cumulative sums, may round upwards: no token is beyond the target."""
     generator = torch.Generator().manual_seed(0)
-    drawn = ((torch.randn(63, generator=generator) * 9).softmax(0) for _ in range(1000))
-    weights = next(w for w in drawn if (wide := w.double().numpy()).sum() > wide.cumsum()[-1])
-    probs = torch.cat((weights, torch.zeros(1)))[None]
-    assert int(draw(probs, [1.0 - 2.0**-53], backend="triton")) == 62
+    uniform = 1.0 - 2.0**-53
+    drawn = (
+        (torch.randn(64, generator=generator) * 9).index_fill(0, torch.tensor(63), -torch.inf) for _ in range(1000)
+    )
+    rows = (logits.softmax(0) for logits in drawn)  # as wide as the kernel's block, whose sums are NumPy's
+    probs = next(row for row in rows if uniform * (wide := row.double().numpy()).sum() >= wide.cumsum()[-1])
+    assert int(draw(probs[None], [uniform], backend="triton")) == 62
