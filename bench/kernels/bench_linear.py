@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -159,10 +160,23 @@ def table(model: Model, rounds: list[Round]) -> list[str]:
     return lines
 
 
+def report(arguments: argparse.Namespace, lines: list[str], results: list[Bar], rounds: list[dict[str, Any]]) -> None:
+    """Prints `lines` and bars; writes bars and rounds where --json says."""
+    cores = len(os.sched_getaffinity(0))
+    not_run = f"{arguments.threads} threads on {cores} cores" if arguments.threads > cores else None
+    print("\n".join([*lines, *(bar.line(not_run) for bar in results)]))
+    if arguments.json:
+        values = {
+            "threads": arguments.threads,
+            "bars": [asdict(b) for b in results],
+            "rounds": rounds,
+        }
+        arguments.json.write_text(json.dumps(values, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=positive, default=min(2, cores))
+    parser.add_argument("--threads", type=positive, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--json", type=new_file, help="also write the results there")
     arguments = parser.parse_args()
@@ -171,16 +185,7 @@ def main() -> None:
     x = {rows: inputs(rows) for rows in (*DECODE_ROWS, PREFILL_ROWS)}
     run_round(model, x)
     rounds = [run_round(model, x) for _ in range(arguments.rounds)]
-    results = bars(model, rounds)
-    not_run = f"{arguments.threads} threads on {cores} cores" if arguments.threads > cores else None
-    print("\n".join([*table(model, rounds), *(bar.line(not_run) for bar in results)]))
-    if arguments.json:
-        values = {
-            "threads": arguments.threads,
-            "bars": [asdict(b) for b in results],
-            "rounds": [asdict(r) for r in rounds],
-        }
-        arguments.json.write_text(json.dumps(values, indent=2) + "\n")
+    report(arguments, table(model, rounds), bars(model, rounds), [asdict(r) for r in rounds])
 
 
 if __name__ == "__main__":

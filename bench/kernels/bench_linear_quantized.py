@@ -15,7 +15,6 @@ And int8_1_row_to_torch: time of one layer over torch's int8 (bfloat16 x, `_weig
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from functools import partial
 import torch
 
 from bench.arguments import new_file, positive
-from bench.kernels.bench_linear import HIDDEN, LAYER, NUM_LAYERS, VOCAB, Bar, inputs, run_ours, run_torch, timed
+from bench.kernels.bench_linear import HIDDEN, LAYER, NUM_LAYERS, VOCAB, Bar, inputs, report, run_ours, run_torch, timed
 from engine.quantize import INT4_GROUP
 from kernels.linear import LinearWeights
 from kernels.quantized import PANEL, STEP, QuantizedMatrix
@@ -147,23 +146,13 @@ def table(models: dict[str, Model], rounds: list[Round]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=positive, default=min(2, cores))
+    parser.add_argument("--threads", type=positive, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--json", type=new_file, help="also write the results there")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rounds, models = run_rounds(arguments.rounds)
-    results = bars(rounds)
-    not_run = f"{arguments.threads} threads on {cores} cores" if arguments.threads > cores else None
-    print("\n".join([*table(models, rounds), *(bar.line(not_run) for bar in results)]))
-    if arguments.json:
-        values = {
-            "threads": arguments.threads,
-            "bars": [asdict(b) for b in results],
-            "rounds": [asdict(r) for r in rounds],
-        }
-        arguments.json.write_text(json.dumps(values, indent=2) + "\n")
+    report(arguments, table(models, rounds), bars(rounds), [asdict(r) for r in rounds])
 
 
 if __name__ == "__main__":
