@@ -29,14 +29,7 @@ from tests.engine.tiny_llama import (
     scheduled,
 )
 
-
-@pytest.fixture(autouse=True)
-def user_cache(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("loaded")
-    make_checkpoint(folder)
-    OurModel(folder).logits(scheduled([1], 0, [0]))  # loads the compiled kernels while their cache is the user's own
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 # --- rounding
