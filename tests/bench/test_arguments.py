@@ -24,12 +24,11 @@ def name(file: Path) -> str:
 
 def run(file: Path, *arguments: str) -> object:
     """The exit status of the file as a program; what only peers' environments have is a stand-in."""
-    with (
-        mock.patch.object(sys, "argv", [str(file), *arguments]),
-        mock.patch.dict(sys.modules, transformers=mock.MagicMock()),
-        pytest.raises(SystemExit) as ended,
-    ):
-        runpy.run_path(str(file), run_name="__main__")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(file), *arguments])
+        patch.setitem(sys.modules, "transformers", mock.MagicMock())  # this key alone: torch must stay, once imported
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(file), run_name="__main__")
     return ended.value.code
 
 
