@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -28,9 +27,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.arguments import exit_code, new_file, positive
+from bench.bars import Bar, report
 from bench.engine.arms import Makers
-from bench.engine.bars import Result, evaluate
-from bench.engine.catalogue import ARMS, CASE_ARMS, VLLM_CHUNKS, bars
+from bench.engine.catalogue import ARMS, CASE_ARMS, VLLM_CHUNKS, goals
+from bench.engine.goals import ABSENT, evaluate
 from bench.engine.paths import PEERS_VARIABLE, Peers
 from bench.engine.session import Record, Session, own_cores
 from engine.checkpoint import DEFAULT_MODEL, resolve_model
@@ -79,9 +79,11 @@ async def measure(arguments: argparse.Namespace, run_dir: Path) -> Record:
     return session.record
 
 
-def results_of(record: Record) -> list[Result]:
+def bars_of(record: Record) -> list[Bar]:
+    """Without those that the chosen cases and arms cannot tell."""
     measured = {arm for each in record.rounds for arm, metric in each if metric.startswith("steady.")}
-    return evaluate(bars([arm for arm in VLLM_CHUNKS if arm in measured]), record.rounds, record.not_run)
+    chosen = goals([arm for arm in VLLM_CHUNKS if arm in measured])
+    return [bar for bar in evaluate(chosen, record.rounds, record.not_run) if bar.why_not != ABSENT]
 
 
 def table(record: Record) -> list[str]:
@@ -94,23 +96,6 @@ def table(record: Record) -> list[str]:
         f"{metric} {arm} {statistics.median(found):.4g} ({min(found):.4g}..{max(found):.4g})"
         for (metric, arm), found in sorted(values.items())
     ]
-
-
-def write(file: Path, record: Record, results: Sequence[Result]) -> None:
-    rounds = [{f"{arm} {metric}": value for (arm, metric), value in each.items()} for each in record.rounds]
-    lines = [
-        {
-            "name": r.bar.name,
-            "value": r.median,
-            "values": r.values,
-            "op": r.bar.op,
-            "threshold": r.bar.threshold,
-            "verdict": r.verdict,
-            "why_not": r.why_not,
-        }
-        for r in results
-    ]
-    file.write_text(json.dumps({"bars": lines, "rounds": rounds, "not_run": record.not_run}, indent=2) + "\n")
 
 
 def main() -> int:
@@ -129,10 +114,9 @@ def main() -> int:
         print(f"logs of what did not run are in {run_dir}", file=sys.stderr)
     else:
         shutil.rmtree(run_dir)
-    results = results_of(record)
-    print("\n".join([*table(record), *(result.line() for result in results if result.was_asked_for)]))
-    if arguments.json:
-        write(arguments.json, record, results)
+    print("\n".join(table(record)))
+    rounds = [{f"{arm} {metric}": value for (arm, metric), value in each.items()} for each in record.rounds]
+    report(bars_of(record), arguments.json, rounds=rounds, not_run=record.not_run)
     return 0
 
 

@@ -3,7 +3,7 @@
     python -m bench.engine.bench_step [--threads 2] [--context 128] [--rounds 5] [--json FILE]
 
 The real engine and the default model, greedy. Each round times some steps at every batch size, one after the other.
-Medians of a round's steps, then over rounds.
+Medians of a round's steps, then over rounds. Bars: `BAR name value op threshold PASS|FAIL|NOT-RUN (why)`, one a line.
 
 - step_python_ms_batch_16: the engine thread's processor time of a step outside the C++, in milliseconds. It runs alone
   then, so that this is also the time that the step waits for it, without that of other programs.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,8 @@ from unittest import mock
 import numpy as np
 
 from bench.arguments import exit_code, new_file, positive
-from bench.engine.bars import Bar, Result, Round
+from bench.bars import report
+from bench.engine.goals import Goal, Round, evaluate, ratio
 from engine.checkpoint import model_info, resolve_model
 from engine.core import EngineConfig, EngineCore
 from engine.kv_format import kv_block_bytes
@@ -40,18 +40,18 @@ BATCHES = (1, 8, 16)
 STEPS = 20
 _CALLERS = (decoder, linear, rms_norm, sampling)  # of what a step calls
 _OPS = ("run_stages", "linear", "rms_norm", "sample")
-_BARS = (
-    Bar(
+_GOALS = (
+    Goal(
         name="step_python_ms_batch_16",
         needs=(("batch 16", "Python ms"),),
-        value=lambda python: python,
+        value=float,
         op="<=",
         threshold=0.5,
     ),
-    Bar(
+    Goal(
         name="step_growth_1_to_8",
         needs=(("batch 8", "step ms"), ("batch 1", "step ms")),
-        value=lambda eight, one: eight / one,
+        value=ratio,
         op="<=",
         threshold=1.25,
     ),
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--context", type=positive, default=128, help="tokens of each prompt")
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--json", type=new_file, help="also write the rounds there")
+    parser.add_argument("--json", type=new_file, help="also write the results there")
     arguments = parser.parse_args()
     longest = model_info(resolve_model(MODEL), DTYPE).max_model_len - 2 * STEPS
     if arguments.context > longest:
@@ -142,12 +142,8 @@ def main() -> None:
         rounds = [run_round(core, arguments.context, watch) for _ in range(arguments.rounds + 1)][1:]
     for key in rounds[0]:
         print(f"{' '.join(key)}: {statistics.median(each[key] for each in rounds):.2f}")
-    for bar in _BARS:
-        values = tuple(bar.value(*(each[key] for key in bar.needs)) for each in rounds)
-        print(Result(bar=bar, values=values).line())
-    if arguments.json:
-        table = [{" ".join(key): value for key, value in each.items()} for each in rounds]
-        arguments.json.write_text(json.dumps(table, indent=2) + "\n")
+    table = [{" ".join(key): value for key, value in each.items()} for each in rounds]
+    report(evaluate(_GOALS, rounds, {}), arguments.json, rounds=table)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The bars of this bench by name, the cases that they need, and the arms that each case runs on."""
+"""The goals of this bench by name, the cases that they need, and the arms that each case runs on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.engine.bars import Bar, Key, Op, ratio
+from bench.bars import Op
 from bench.engine.cases import PREFILL_LENGTHS
+from bench.engine.goals import Goal, Key, ratio
 
 LINEAR_FLOPS = 2 * 106_168_320  # of one prompt token in the default model's layers; the head runs for the last alone
 CHUNKS = (64, 128, 256)  # tokens a step among which vLLM's best is looked for
@@ -33,24 +34,24 @@ CASE_ARMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def against(name: str, metric: str, ours: str, peer: str, op: Op = ">=", threshold: float | None = None) -> Bar:
+def against(name: str, metric: str, ours: str, peer: str, op: Op = ">=", threshold: float | None = None) -> Goal:
     """Ours by a peer's, of one metric."""
-    return Bar(name=f"engine_{name}", needs=((ours, metric), (peer, metric)), value=ratio, op=op, threshold=threshold)
+    return Goal(name=f"engine_{name}", needs=((ours, metric), (peer, metric)), value=ratio, op=op, threshold=threshold)
 
 
-def bars(chunk_arms: Sequence[str]) -> list[Bar]:
+def goals(chunk_arms: Sequence[str]) -> list[Goal]:
     """`chunk_arms`: vLLM's colocated arms that ran, of which the best counts; none: all."""
     steady, streams = "steady.itl_p99_ms", "streams.tok_s"
     chunks: tuple[Key, ...] = tuple((arm, steady) for arm in chunk_arms or VLLM_CHUNKS)
     return [
         against("single_bf16_to_vllm", "single.tok_s", "ours", "vllm", ">=", 2.0),
-        Bar(
+        Goal(
             name="engine_single_bf16_share_of_read",
             needs=(("limits", "limits.read_s"), ("ours", "single.tok_s")),
             value=lambda read_s, tok_s: read_s * tok_s,
             threshold=0.75,
         ),
-        Bar(
+        Goal(
             name="engine_single_int4_to_llama_cpp_q4",
             needs=(
                 ("ours_int4", "single.tok_s"),
@@ -63,7 +64,7 @@ def bars(chunk_arms: Sequence[str]) -> list[Bar]:
         against("streams_bf16_to_vllm", streams, "ours", "vllm", ">=", 1.8),
         against("streams_int8_to_vllm", streams, "ours_int8", "vllm", ">=", 2.5),
         against("prefill_1024_to_vllm", "prefill1024.tok_s", "ours", "vllm", ">=", 1.6),
-        Bar(
+        Goal(
             name="engine_prefill_1024_share_of_matmul",
             needs=(("ours", "prefill1024.tok_s"), ("limits", "limits.matmul_flops")),
             value=lambda tok_s, flops: tok_s * LINEAR_FLOPS / flops,
@@ -71,7 +72,7 @@ def bars(chunk_arms: Sequence[str]) -> list[Bar]:
         ),
         against("prefill_4096_to_vllm", "prefill4096.tok_s", "ours", "vllm", ">=", 1.25),
         against("pd_streams_to_vllm_pd", streams, "ours_pd", "vllm_pd", ">=", 2.2),
-        Bar(
+        Goal(
             name="engine_pd_itl_p99_to_vllm_colocated",
             needs=(("ours_pd", steady), *chunks),
             value=lambda ours, *peers: ours / min(peers),
@@ -79,7 +80,7 @@ def bars(chunk_arms: Sequence[str]) -> list[Bar]:
             threshold=1 / 3,
         ),
         against("pd_itl_p99_to_vllm_pd", steady, "ours_pd", "vllm_pd", "<=", 0.5),
-        Bar(
+        Goal(
             name="engine_growth_1_to_8_streams",
             needs=(("ours", "eight.growth"),),
             value=float,
@@ -91,8 +92,8 @@ def bars(chunk_arms: Sequence[str]) -> list[Bar]:
     ]
 
 
-def informative() -> list[Bar]:
-    """Against peers that the bars do not name; no verdict."""
+def informative() -> list[Goal]:
+    """Against peers that the goals do not name; no verdict."""
     lines = [
         against(f"{metric.split('.')[0]}_bf16_to_{peer}", metric, "ours", peer)
         for peer in ("llama_cpp_f16", "hf_float32")

@@ -7,14 +7,13 @@ The text is the prose of Python's language reference that ships inside Python it
 into windows of 512 tokens, of which some evenly spaced ones are read, each on its own; the second half of a window is
 scored, so that every scored token has at least 256 before it. Activations are float32. One thing is quantised at a
 time: KV goes with bfloat16 weights. Bars, as ratios to nothing quantised:
-`BAR name value op threshold PASS|FAIL`, one a line.
+`BAR name value op threshold PASS|FAIL|NOT-RUN (why)`, one a line.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import os
 import time
@@ -27,6 +26,7 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.arguments import exit_code, new_file, positive
+from bench.bars import Bar, report
 from engine.batch import ScheduledSequence
 from engine.checkpoint import DEFAULT_MODEL, model_info, resolve_model
 from engine.kv_cache import kv_cache
@@ -55,17 +55,6 @@ class Measured:
     @property
     def threshold(self) -> float:
         return THRESHOLDS[self.quantization] if self.kv_dtype == "auto" else KV_THRESHOLDS[self.kv_dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    name: str
-    value: float
-    threshold: float
-
-    def line(self) -> str:
-        verdict = "PASS" if self.value <= self.threshold else "FAIL"
-        return f"BAR {self.name} {self.value:.4f} <= {self.threshold:.2f} {verdict}"
 
 
 def text() -> str:
@@ -128,11 +117,8 @@ def main() -> None:
         results.append(r)
         print(f"{r.name}: perplexity {r.perplexity:.4f} over {r.num_tokens} tokens, {r.seconds:.1f} s", flush=True)
     base = results[0].perplexity
-    bars = [Bar(f"perplexity_{r.name}", r.perplexity / base, r.threshold) for r in results[1:]]
-    print("\n".join(bar.line() for bar in bars))
-    if arguments.json:
-        values = {"text_sha256": digest, "results": [asdict(r) for r in results], "bars": [asdict(b) for b in bars]}
-        arguments.json.write_text(json.dumps(values, indent=2) + "\n")
+    bars = [Bar(f"perplexity_{r.name}", (r.perplexity / base,), "<=", r.threshold) for r in results[1:]]
+    report(bars, arguments.json, text_sha256=digest, results=[asdict(r) for r in results])
 
 
 if __name__ == "__main__":

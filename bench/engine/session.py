@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import psutil
 
 from bench.engine.arms import Arm
-from bench.engine.bars import Key
 from bench.engine.cases import Measured
 from bench.engine.catalogue import CASE_ARMS, PHASES
 from bench.engine.client import RequestFailed
+from bench.engine.goals import Key
 from bench.engine.servers import NotRun
 
 MEASURE_TIMEOUT_S = 900.0

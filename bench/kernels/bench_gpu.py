@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from bench.arguments import new_file, positive
-from bench.kernels.bench_linear import Bar
+from bench.bars import Bar, report
 from bench.kernels.gpu_cases import FULL, OURS, Case, cases
 from bench.kernels.gpu_step import EAGER, step_cases
 from bench.kernels.measure import Spread, Timer, cuda_timer, measure
@@ -61,19 +60,19 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bar: `value` of the result of case `case`, None where it cannot be told."""
+    """What becomes a bar: `value` of the result of case `case`, None where it cannot be told."""
 
     name: str
     case: str
     value: Callable[[Result], float | None]
     threshold: float
 
-    def line(self, results: Mapping[str, Result], not_run: str | None) -> str:
+    def bar(self, results: Mapping[str, Result], not_run: str | None) -> Bar:
         result = results.get(self.case)
         value = self.value(result) if result else None
         if value is None:
-            return Bar(self.name, 0.0, ">=", self.threshold).line(not_run or "not measured")
-        return Bar(self.name, value, ">=", self.threshold).line(None)
+            return Bar(self.name, (), ">=", self.threshold, not_run or "not measured")
+        return Bar(self.name, (value,), ">=", self.threshold)
 
 
 def share(result: Result) -> float:
@@ -127,10 +126,9 @@ def line(result: Result) -> str:
     )
 
 
-def report(results: Iterable[Result], machine: Mapping[str, object], bars: list[str]) -> dict[str, Any]:
-    """What the result file holds. Times in seconds."""
-    rows = [asdict(each) | {"share": each.share, "to_best_other": each.to_best_other} for each in results]
-    return {"machine": dict(machine), "roofline_of": H200.name, "results": rows, "bars": bars}
+def row(result: Result) -> dict[str, Any]:
+    """Of the result file. Times in seconds."""
+    return asdict(result) | {"share": result.share, "to_best_other": result.to_best_other}
 
 
 def machine() -> dict[str, object]:
@@ -187,10 +185,9 @@ def main() -> None:
         for result in () if not_run else measured(arguments.rounds, arguments.budget_s):
             print(line(result), flush=True)
             results.append(result)
-    bars = [goal.line({each.name: each for each in results}, not_run) for goal in GOALS]
-    print("\n".join(bars))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report(results, machine(), bars), indent=2) + "\n")
+    bars = [goal.bar({each.name: each for each in results}, not_run) for goal in GOALS]
+    rows = [row(each) for each in results]
+    report(bars, arguments.json, machine=machine(), roofline_of=H200.name, results=rows)
 
 
 if __name__ == "__main__":

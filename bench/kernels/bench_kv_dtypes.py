@@ -14,7 +14,6 @@ over rounds. Bars: `BAR name value op threshold PASS|FAIL|NOT-RUN (why)`, one a 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 
 from bench.arguments import new_file, positive
-from bench.kernels.bench_linear import Bar
+from bench.bars import Bar, report
 from engine.batch import ModelInfo
 from engine.kv_cache import KVCache, kv_cache
 from engine.kv_format import kv_block_bytes
@@ -96,14 +95,14 @@ def measure(context: int, rounds: int) -> dict[str, list[float]]:
 
 
 def bars(times: dict[str, list[float]]) -> tuple[Bar, ...]:
-    def ratio(kv_dtype: str) -> float:
-        return statistics.median(ours / plain for ours, plain in zip(times[kv_dtype], times["float32"], strict=True))
+    def ratios(kv_dtype: str) -> tuple[float, ...]:
+        return tuple(ours / plain for ours, plain in zip(times[kv_dtype], times["float32"], strict=True))
 
     sizes = {kv_dtype: kv_block_bytes(replace(SMOLLM2, kv_dtype=kv_dtype), BLOCK_SIZE) for kv_dtype in FORMATS}
     return (
-        Bar("int8_bytes_to_float32", sizes["int8"] / sizes["float32"], "<=", 0.27),
-        Bar("int8_decode_to_float32", ratio("int8"), "<=", 0.75),
-        Bar("fp8_decode_to_float32", ratio("fp8"), "<=", 1.0),
+        Bar("int8_bytes_to_float32", (sizes["int8"] / sizes["float32"],), "<=", 0.27),
+        Bar("int8_decode_to_float32", ratios("int8"), "<=", 0.75),
+        Bar("fp8_decode_to_float32", ratios("fp8"), "<=", 1.0),
     )
 
 
@@ -119,13 +118,7 @@ def main() -> None:
         print(
             f"{kv_dtype:8} {statistics.median(seconds) * 1e3:6.2f} ms of processor time for {SMOLLM2.num_layers} layers"
         )
-    results = bars(times)
-    for bar in results:
-        print(bar.line(None))
-    if arguments.json:
-        values = {bar.name: bar.value for bar in results}
-        load = os.getloadavg()[0]
-        arguments.json.write_text(json.dumps({"context": arguments.context, "load": load, "bars": values, "s": times}))
+    report(bars(times), arguments.json, context=arguments.context, load=os.getloadavg()[0], seconds=times)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,18 @@ from functools import partial
 import torch
 
 from bench.arguments import new_file, positive
-from bench.kernels.bench_linear import HIDDEN, LAYER, NUM_LAYERS, VOCAB, Bar, inputs, report, run_ours, run_torch, timed
+from bench.bars import Bar
+from bench.kernels.bench_linear import (
+    HIDDEN,
+    LAYER,
+    NUM_LAYERS,
+    VOCAB,
+    inputs,
+    report_linears,
+    run_ours,
+    run_torch,
+    timed,
+)
 from engine.quantize import INT4_GROUP
 from kernels.linear import LinearWeights
 from kernels.quantized import PANEL, STEP, QuantizedMatrix
@@ -114,22 +125,22 @@ def run_rounds(num_rounds: int) -> tuple[list[Round], dict[str, Model]]:
 
 
 def bars(rounds: list[Round]) -> list[Bar]:
-    def median(of: Callable[[Round], float]) -> float:
-        return statistics.median(map(of, rounds))
+    def each(of: Callable[[Round], float]) -> tuple[float, ...]:
+        return tuple(map(of, rounds))
 
     found = []
     for kind in FORMATS:
         share, growth, prefill = (
-            median(lambda r, k=kind: r.read[k] / r.ours[k][1]),  # type: ignore[misc]  # binds the loop's value
-            median(lambda r, k=kind: r.ours[k][8] / r.ours[k][1]),  # type: ignore[misc]  # likewise
-            median(lambda r, k=kind: r.torchs / r.ours[k][PREFILL_ROWS]),  # type: ignore[misc]  # likewise
+            each(lambda r, k=kind: r.read[k] / r.ours[k][1]),  # type: ignore[misc]  # binds the loop's value
+            each(lambda r, k=kind: r.ours[k][8] / r.ours[k][1]),  # type: ignore[misc]  # likewise
+            each(lambda r, k=kind: r.torchs / r.ours[k][PREFILL_ROWS]),  # type: ignore[misc]  # likewise
         )
         found += [
             Bar(f"linear_{kind}_1_row_share_of_read", share, ">=", 0.60),
             Bar(f"linear_{kind}_8_rows_growth", growth, "<=", 2.5),
             Bar(f"linear_{kind}_1024_rows_to_torch", prefill, ">=", 1.0),
         ]
-    return [*found, Bar("linear_int8_1_row_to_torch", median(lambda r: r.int8_torchs / r.int8_layer), ">=", 1.0)]
+    return [*found, Bar("linear_int8_1_row_to_torch", each(lambda r: r.int8_torchs / r.int8_layer), ">=", 1.0)]
 
 
 def table(models: dict[str, Model], rounds: list[Round]) -> list[str]:
@@ -152,7 +163,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rounds, models = run_rounds(arguments.rounds)
-    report(arguments, table(models, rounds), bars(rounds), [asdict(r) for r in rounds])
+    report_linears(arguments, table(models, rounds), bars(rounds), [asdict(r) for r in rounds])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import json
 import mmap
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.arguments import new_file, positive
+from bench.bars import Bar, report
 from kvtransfer.descs import MemType, XferDescs
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.handles import XferHandle
@@ -83,9 +83,13 @@ class Result:
     contiguous_ms: float
     read_ms: float
     pull_ms: float
-    read_ratio: float  # memcpy_ms by the READ's
+    read_ratios: tuple[float, ...]  # of each round: memcpy by the READ
     pull_ratio: float
     contiguous_ratio: float  # contiguous_ms by the READ's
+
+    @property
+    def read_ratio(self) -> float:
+        return statistics.median(self.read_ratios)
 
 
 def own(case: Case, runtime_dir: str) -> None:
@@ -198,15 +202,14 @@ def summarise(case: Case, times: list[Times]) -> Result:
         contiguous_ms=contiguous_ms,
         read_ms=read_ms,
         pull_ms=pull_ms,
-        read_ratio=statistics.median(t[0] / t[2] for t in times),
+        read_ratios=tuple(t[0] / t[2] for t in times),
         pull_ratio=statistics.median(t[0] / t[3] for t in times),
         contiguous_ratio=statistics.median(t[1] / t[2] for t in times),
     )
 
 
-def bar_line(result: Result) -> str:
-    verdict = "PASS" if result.read_ratio >= BAR_RATIO else "FAIL"
-    return f"BAR shm_{result.case}_to_memcpy {result.read_ratio:.3f} >= {BAR_RATIO:.2f} {verdict}"
+def bar(result: Result) -> Bar:
+    return Bar(f"shm_{result.case}_to_memcpy", result.read_ratios, ">=", BAR_RATIO)
 
 
 def main() -> None:
@@ -226,10 +229,7 @@ def main() -> None:
             f"(contiguous {result.contiguous_ms:.2f}), READ {result.read_ms:.2f} ms, ratio {result.read_ratio:.2f} "
             f"(contiguous {result.contiguous_ratio:.2f}), pull {result.pull_ms:.2f} ms, ratio {result.pull_ratio:.2f}"
         )
-    for result in results:
-        print(bar_line(result))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+    report([bar(each) for each in results], arguments.json, results=[asdict(each) for each in results])
 
 
 if __name__ == "__main__":

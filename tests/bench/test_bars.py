@@ -1,29 +1,16 @@
-"""The verdicts, the medians over rounds and the reasons of bench/engine/bars.py and its catalogue."""
+"""Verdicts, lines and result files of bench/bars.py, and that no benchmark has its own."""
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
-from bench.engine.bars import ABSENT, Bar, Op, Result, evaluate, ratio
-from bench.engine.catalogue import ARMS, CASE_ARMS, PHASES, VLLM_CHUNKS, bars
-from bench.engine.session import arms_of
+from bench.bars import Bar, Op, report
 
-KEYS = (("ours", "tok_s"), ("peer", "tok_s"))
-
-
-def bar(op: Op = ">=", threshold: float | None = 2.0) -> Bar:
-    return Bar(name="b", needs=KEYS, value=ratio, op=op, threshold=threshold)
-
-
-def one_round(ours: float, peer: float) -> dict[tuple[str, str], float]:
-    return {KEYS[0]: ours, KEYS[1]: peer}
-
-
-def only(
-    rounds: list[dict[tuple[str, str], float]], not_run: dict[str, str] | None = None, the_bar: Bar | None = None
-) -> Result:
-    (result,) = evaluate([the_bar or bar()], rounds, not_run or {})
-    return result
+BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.mark.parametrize(
@@ -38,81 +25,62 @@ def only(
     ],
 )
 def test_verdicts(op: Op, value: float, verdict: str) -> None:
-    result = only([one_round(value, 1)], the_bar=bar(op))
-    assert result.verdict == verdict
-    assert result.line() == f"BAR b {value:.3f} {op} 2.00 {verdict}"
+    bar = Bar("b", (value,), op, 2.0)
+    assert bar.verdict == verdict
+    assert bar.line() == f"BAR b {value:.3f} {op} 2.00 {verdict}"
 
 
-def test_the_value_is_the_median_of_ratios_within_rounds() -> None:
-    result = only([one_round(4, 2), one_round(30, 10), one_round(9, 1)])
-    assert list(result.values) == [2, 3, 9]
-    assert result.line() == "BAR b 3.000 >= 2.00 PASS (2.000..9.000 of 3)"
+def test_the_value_is_the_median_over_rounds() -> None:
+    assert Bar("b", (2.0, 9.0, 3.0), ">=", 2.5).line() == "BAR b 3.000 >= 2.50 PASS (2.000..9.000 of 3)"
 
 
-def test_a_round_that_lacks_one_of_both_counts_nothing() -> None:
-    assert only([one_round(4, 2), {KEYS[0]: 9}]).values == (2,)
-
-
-def test_what_did_not_run_says_why() -> None:
-    result = only([{KEYS[0]: 1}], {"peer": "is not installed"})
-    assert result.line() == "BAR b - >= 2.00 NOT-RUN (peer: is not installed)"
-    assert result.was_asked_for
-
-
-def test_what_was_not_asked_for_is_told_apart() -> None:
-    result = only([{KEYS[0]: 1}])
-    assert (result.why_not, result.was_asked_for) == (ABSENT, False)
-
-
-def test_numbers_that_never_met_in_a_round_are_not_divided() -> None:
-    result = only([{KEYS[0]: 1}, {KEYS[1]: 1}])
-    assert (result.values, result.why_not) == ((), "no round measured all of it")
+def test_what_was_not_measured_says_why() -> None:
+    bar = Bar("b", (), "<=", 2.0, "no GPU")
+    assert (bar.median, bar.verdict) == (None, "NOT-RUN")
+    assert bar.line() == "BAR b - <= 2.00 NOT-RUN (no GPU)"
 
 
 def test_a_bar_without_a_threshold_informs() -> None:
-    assert only([one_round(3, 2)], the_bar=bar(threshold=None)).line() == "BAR b 1.500 - - INFO"
+    assert Bar("b", (1.5,)).line() == "BAR b 1.500 - - INFO"
 
 
-# The catalogue
-
-
-def test_names_are_unique_and_arms_known() -> None:
-    names = [each.name for each in bars([])]
-    assert len(set(names)) == len(names)
-    assert {arm for each in bars([]) for arm, _ in each.needs} <= set(ARMS)
-    assert {arm for arms in CASE_ARMS.values() for arm in arms} == set(ARMS)
-
-
-def test_every_case_has_its_phase() -> None:
-    assert sorted(case for phase in PHASES for case in phase) == sorted(CASE_ARMS)
-
-
-def test_both_sides_of_a_bar_meet_in_one_phase() -> None:
-    for each in bars([]):
-        arms = {arm for arm, _ in each.needs}
-        assert any(arms <= set(arms_of(phase, ARMS)) for phase in PHASES), each.name
-
-
-def test_the_best_chunk_of_those_that_ran_counts() -> None:
-    (itl,) = [each for each in bars(list(VLLM_CHUNKS)[:2]) if each.name == "engine_pd_itl_p99_to_vllm_colocated"]
-    assert len(itl.needs) == 3
-    assert itl.value(10, 40, 20) == 0.5
-
-
-def test_bars_of_issue_3() -> None:
-    told = {each.name.removeprefix("engine_"): (each.op, each.threshold) for each in bars([]) if each.threshold}
-    assert told == {
-        "single_bf16_to_vllm": (">=", 2.0),
-        "single_bf16_share_of_read": (">=", 0.75),
-        "single_int4_to_llama_cpp_q4": (">=", 1.4),
-        "streams_bf16_to_vllm": (">=", 1.8),
-        "streams_int8_to_vllm": (">=", 2.5),
-        "prefill_1024_to_vllm": (">=", 1.6),
-        "prefill_1024_share_of_matmul": (">=", 0.5),
-        "prefill_4096_to_vllm": (">=", 1.25),
-        "pd_streams_to_vllm_pd": (">=", 2.2),
-        "pd_itl_p99_to_vllm_colocated": ("<=", 1 / 3),
-        "pd_itl_p99_to_vllm_pd": ("<=", 0.5),
-        "growth_1_to_8_streams": ("<=", 1.25),
-        "memory_of_a_pod_to_vllm": ("<=", 0.5),
+def test_what_is_printed_is_stored_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bars = [Bar("a", (1.0, 3.0), ">=", 2.0), Bar("b", (), "<=", 0.5, "no GPU")]
+    report(bars, tmp_path / "results.json", threads=2)
+    assert capsys.readouterr().out.splitlines() == [bar.line() for bar in bars]
+    assert json.loads((tmp_path / "results.json").read_text()) == {
+        "bars": [
+            {
+                "name": "a",
+                "value": 2.0,
+                "values": [1.0, 3.0],
+                "op": ">=",
+                "threshold": 2.0,
+                "verdict": "PASS",
+                "why_not": "",
+            },
+            {
+                "name": "b",
+                "value": None,
+                "values": [],
+                "op": "<=",
+                "threshold": 0.5,
+                "verdict": "NOT-RUN",
+                "why_not": "no GPU",
+            },
+        ],
+        "threads": 2,
     }
+
+
+def test_without_a_file_nothing_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    report([Bar("a", (1.0,))], None)
+    assert capsys.readouterr().out == "BAR a 1.000 - - INFO\n"
+
+
+@pytest.mark.parametrize("file", sorted(BENCH.rglob("*.py")), ids=lambda file: file.relative_to(BENCH).as_posix())
+def test_bars_are_told_and_stored_in_one_place(file: Path) -> None:
+    source = file.read_text()
+    assert (re.search(r'f"BAR |write_text\(json', source) is not None) == (file == BENCH / "bars.py")
+    if re.search(r"^ +report\w*\(.*arguments", source, re.MULTILINE):
+        assert '"--json", type=new_file' in source

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.kernels import roofline
-from bench.kernels.bench_gpu import GOALS, STEPS, Goal, Result, graph_gain, line, report, run, share, to_best_other
+from bench.kernels.bench_gpu import GOALS, STEPS, Goal, Result, graph_gain, line, row, run, share, to_best_other
 from bench.kernels.gpu_cases import FULL, OURS, Case, Sizes, cases
 from bench.kernels.gpu_step import EAGER, flat_batch, step_cases
 from bench.kernels.measure import Spread, measure, spread
@@ -91,12 +91,12 @@ def test_shares_and_ratios() -> None:
 
 def test_bars() -> None:
     goal = Goal("speed", "case", share, 0.7)
-    assert goal.line({"case": result(ours=1.25)}, None) == "BAR speed 0.800 >= 0.70 PASS"
-    assert goal.line({"case": result(ours=2.0)}, None) == "BAR speed 0.500 >= 0.70 FAIL"
-    assert goal.line({}, "no CUDA device") == "BAR speed - >= 0.70 NOT-RUN (no CUDA device)"
-    assert goal.line({}, None) == "BAR speed - >= 0.70 NOT-RUN (not measured)"
+    assert goal.bar({"case": result(ours=1.25)}, None).line() == "BAR speed 0.800 >= 0.70 PASS"
+    assert goal.bar({"case": result(ours=2.0)}, None).line() == "BAR speed 0.500 >= 0.70 FAIL"
+    assert goal.bar({}, "no CUDA device").line() == "BAR speed - >= 0.70 NOT-RUN (no CUDA device)"
+    assert goal.bar({}, None).line() == "BAR speed - >= 0.70 NOT-RUN (not measured)"
     alone = Goal("ratio", "case", to_best_other, 0.9)
-    assert alone.line({"case": result(ours=2.0)}, None) == "BAR ratio - >= 0.90 NOT-RUN (not measured)"
+    assert alone.bar({"case": result(ours=2.0)}, None).line() == "BAR ratio - >= 0.90 NOT-RUN (not measured)"
 
 
 def test_every_goal_names_a_case_of_the_full_run() -> None:
@@ -109,12 +109,10 @@ def test_every_goal_names_a_case_of_the_full_run() -> None:
     assert {goal.case for goal in GOALS} <= {*attention, *rowwise, *steps}
 
 
-def test_the_report_is_json() -> None:
-    values = json.loads(json.dumps(report([result(ours=2.0)], {"device": "H200"}, ["BAR x"])))
-    assert values["machine"] == {"device": "H200"}
-    assert values["results"][0]["spreads"]["ours"]["median"] == 2.0
-    assert values["results"][0]["share"] == 0.5
-    assert values["bars"] == ["BAR x"]
+def test_a_row_of_the_result_file() -> None:
+    values = json.loads(json.dumps(row(result(ours=2.0))))
+    assert values["spreads"]["ours"]["median"] == 2.0
+    assert (values["share"], values["to_best_other"]) == (0.5, None)
 
 
 def every_case() -> Iterator[Case]:
@@ -181,10 +179,10 @@ def test_without_a_gpu_the_command_says_so(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    bars = done.stdout.splitlines()
-    assert len(bars) == len(GOALS)
-    assert all(bar.endswith("NOT-RUN (no CUDA device)") for bar in bars)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(GOALS)
+    assert all(line.endswith("NOT-RUN (no CUDA device)") for line in lines)
     written = json.loads(file.read_text())
     assert written["machine"]["device"] is None
     assert written["results"] == []
-    assert written["bars"] == bars
+    assert [bar["why_not"] for bar in written["bars"]] == ["no CUDA device"] * len(GOALS)
