@@ -115,7 +115,7 @@ class Pod:
         self.state = registry_pb2.POD_STATE_DRAINING
         self.role.begin_drain()
         await self.server.set_serving(False)
-        await self.registration.publish()
+        self.registration.publish()
         try:
             await asyncio.wait_for(self.role.drained(), timeout_s)
         except TimeoutError:

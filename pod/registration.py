@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 EXPIRY_INTERVALS = 3
 CONNECT_S = 2.0
+STOP_S = 1.0  # for which a stopping pod waits for the registry: it may be stopping too, or out of reach
 
 
 class Registration:
@@ -34,7 +35,8 @@ class Registration:
         self._interval_s = interval_s
         self._heartbeats = 0
         self._reachable = True
-        self._stopping = asyncio.Event()
+        self._due = asyncio.Event()  # something to do before the next heartbeat
+        self._stopping = False
         self._task: asyncio.Task[None] | None = None
         self._client = redis.asyncio.from_url(
             url, socket_timeout=CONNECT_S, socket_connect_timeout=CONNECT_S, retry=Retry(NoBackoff(), 0)
@@ -50,33 +52,47 @@ class Registration:
             ) from None
         self._task = asyncio.create_task(self._beat(), name="heartbeat")
 
-    async def publish(self) -> None:
-        """Writes the record now: a change of state should not wait for the next heartbeat."""
+    def publish(self) -> None:
+        """Has the record written now: a change of state should not wait for the next heartbeat, nor its pod for us."""
+        self._due.set()
+
+    async def stop(self, *, remove: bool = True) -> None:
+        """Ends the heartbeat and removes the record, unless a newer incarnation of this pod has written its own.
+
+        Gives up on a registry that does not answer within STOP_S: there the record expires.
+        """
+        self._stopping = True
+        self._due.set()
+        ending = asyncio.create_task(self._end(remove), name="deregister")
+        await asyncio.wait([ending], timeout=STOP_S)
+        ending.cancel()
+        await self._client.aclose()  # what is under way fails, also where it did not heed the cancellation
+        await asyncio.wait([ending])
+
+    async def _end(self, remove: bool) -> None:
+        if self._task is None:
+            return
+        await self._task
+        if remove:
+            with contextlib.suppress(redis.RedisError, OSError):
+                await self._remove()
+
+    async def _beat(self) -> None:
+        while not self._stopping:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._due.wait()
+            self._due.clear()
+            if not self._stopping:
+                await self._try_to_write()
+
+    async def _try_to_write(self) -> None:
         try:
             await self._write()
         except (redis.RedisError, OSError) as error:
             self._note(reachable=False, detail=str(error))
         else:
             self._note(reachable=True)
-
-    async def stop(self, *, remove: bool = True) -> None:
-        """Ends the heartbeat and removes the record, unless a newer incarnation of this pod has written its own."""
-        self._stopping.set()  # no cancellation: one that hits a write is lost now and then
-        if self._task is not None:
-            await self._task
-            self._task = None
-            if remove:
-                with contextlib.suppress(redis.RedisError, OSError):
-                    await self._remove()
-        await self._client.aclose()
-
-    async def _beat(self) -> None:
-        while not self._stopping.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_s):
-                    await self._stopping.wait()
-                    return
-            await self.publish()
 
     async def _write(self) -> None:
         self._heartbeats += 1

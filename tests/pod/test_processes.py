@@ -219,6 +219,18 @@ async def test_a_killed_and_emptied_registry_is_filled_again(setup: Setup) -> No
     server.kill()
 
 
+async def test_an_idle_pod_stops_at_once_though_its_registry_does_not_answer(setup: Setup) -> None:
+    server = RegistryServer()
+    server.start()
+    (pod,) = await setup.start("decode", registry_url=server.url, drain_timeout_s=30)
+    server.send(signal.SIGSTOP)
+    await asyncio.sleep(0.3)  # a heartbeat hangs
+    pod.send(signal.SIGTERM)
+    async with asyncio.timeout(4):
+        assert await pod.ended() == 0
+    server.kill()
+
+
 async def test_what_keeps_a_pod_from_starting_is_one_line(setup: Setup) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +12,7 @@ import redis
 import redis.asyncio
 
 from pod.errors import StartupError
-from pod.registration import Registration
+from pod.registration import STOP_S, Registration
 from proto.registry import pod_key
 from proto.registry_pb2 import POD_STATE_DRAINING, POD_STATE_READY, PodRecord
 from tests.support.polling import until
@@ -78,13 +80,16 @@ async def test_record_expires_after_three_intervals(registry_url: str) -> None:
 
 async def test_publish_does_not_wait_for_the_heartbeat(registry_url: str) -> None:
     record = PodRecord(pod_id="pod-3", epoch="e1", state=POD_STATE_READY)
-    ours = registration(registry_url, record)
+    ours = registration(registry_url, record, interval_s=60)
     await ours.start()
     record.state = POD_STATE_DRAINING
-    await ours.publish()
-    stored = await read(registry_url, "pod-3")
-    assert stored is not None
-    assert stored.state == POD_STATE_DRAINING
+    ours.publish()
+
+    async def published() -> bool:
+        stored = await read(registry_url, "pod-3")
+        return stored is not None and stored.state == POD_STATE_DRAINING
+
+    await until(published)
     await ours.stop()
 
 
@@ -104,7 +109,7 @@ async def test_survives_an_outage_and_an_emptied_registry(server: RegistryServer
     ours = registration(server.url, PodRecord(pod_id="pod-5", epoch="e1"))
     await ours.start()
     server.kill()
-    await ours.publish()  # fails, and is not an error
+    await asyncio.sleep(3 * INTERVAL_S)  # heartbeats fail, which is not an error
     await asyncio.to_thread(server.start)
     await until_heartbeat(server.url, "pod-5", 2)
     await ours.stop()
@@ -115,6 +120,19 @@ async def test_stop_without_a_registry(server: RegistryServer) -> None:
     await ours.start()
     server.kill()
     await ours.stop()
+
+
+@pytest.mark.parametrize("writing", [False, True], ids=["at rest", "during a heartbeat"])
+async def test_stop_does_not_wait_for_a_registry_that_does_not_answer(
+    server: RegistryServer, writing: bool, no_leaked_tasks: None
+) -> None:
+    ours = registration(server.url, PodRecord(pod_id="pod-8"), interval_s=0.01 if writing else 60)
+    await ours.start()
+    server.send(signal.SIGSTOP)
+    await asyncio.sleep(0.1)
+    started_at = time.monotonic()
+    await ours.stop()
+    assert time.monotonic() - started_at < STOP_S + 0.5
 
 
 async def test_an_unreachable_registry_is_one_line() -> None:
