@@ -76,9 +76,11 @@ class Pages:
         return _json(_ledger(await self._router.timeline("" if request_id == LATEST else request_id)))
 
     async def health(self, request: Request) -> Response:
-        if await self._router.healthy():
+        """200 while a request could be served, as a load balancer wants to know; else 503 with the reason."""
+        reason = await self._router.why_not_serving()
+        if reason is None:
             return _json({"status": "ok"})
-        raise ApiError(503, "the router cannot be reached or has no pods to serve with", code="router_unavailable")
+        raise ApiError(503, reason, code="not_serving")
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

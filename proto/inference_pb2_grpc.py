@@ -54,6 +54,11 @@ class InferenceStub:
                 request_serializer=proto_dot_inference__pb2.GetTimelineRequest.SerializeToString,
                 response_deserializer=proto_dot_inference__pb2.Ledger.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/pdserve.v1.Inference/GetStatus',
+                request_serializer=proto_dot_inference__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=proto_dot_inference__pb2.GetStatusResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -83,6 +88,12 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -105,6 +116,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetTimeline,
                     request_deserializer=proto_dot_inference__pb2.GetTimelineRequest.FromString,
                     response_serializer=proto_dot_inference__pb2.Ledger.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=proto_dot_inference__pb2.GetStatusRequest.FromString,
+                    response_serializer=proto_dot_inference__pb2.GetStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -215,6 +231,33 @@ class Inference:
             '/pdserve.v1.Inference/GetTimeline',
             proto_dot_inference__pb2.GetTimelineRequest.SerializeToString,
             proto_dot_inference__pb2.Ledger.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Inference/GetStatus',
+            proto_dot_inference__pb2.GetStatusRequest.SerializeToString,
+            proto_dot_inference__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

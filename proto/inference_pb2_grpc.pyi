@@ -35,6 +35,7 @@ class InferenceStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     GetTimeline: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetTimelineRequest, _inference_pb2.Ledger]
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -43,6 +44,7 @@ class InferenceAsyncStub(InferenceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     GetTimeline: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetTimelineRequest, _inference_pb2.Ledger]  # type: ignore[assignment]
+    GetStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]  # type: ignore[assignment]
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +74,12 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetTimelineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.Ledger, _abc.Awaitable[_inference_pb2.Ledger]]: ...
+
+    @_abc_1.abstractmethod
+    def GetStatus(
+        self,
+        request: _inference_pb2.GetStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetStatusResponse, _abc.Awaitable[_inference_pb2.GetStatusResponse]]: ...
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

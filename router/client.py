@@ -7,13 +7,12 @@ from types import TracebackType
 from typing import Self
 
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from proto import common_pb2, inference_pb2, inference_pb2_grpc
 from proto.errors import from_rpc
 from proto.service import channel
 
-HEALTH_S = 2.0
+STATUS_S = 2.0
 
 
 class RouterClient:
@@ -55,15 +54,13 @@ class RouterClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error) from None
 
-    async def healthy(self) -> bool:
-        """The router answers and can give work to a decode pod."""
+    async def why_not_serving(self) -> str | None:
+        """Why a request sent now could not be served, by the router or for want of one; None when it could."""
         try:
-            reply = await health_pb2_grpc.HealthStub(self._channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=HEALTH_S
-            )
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+            status = await self._stub.GetStatus(inference_pb2.GetStatusRequest(), timeout=STATUS_S)
+        except grpc.aio.AioRpcError as error:
+            return f"the router cannot be reached: {from_rpc(error).message}"
+        return None if status.serving else status.reason
 
     async def timeline(self, request_id: str = "") -> inference_pb2.Ledger:
         """Of a request that has ended, by the server's id; the most recent one by default. Raises NotFound."""

@@ -21,7 +21,7 @@ from router.background import Background
 from router.model import ServedModel
 from router.placements import Placements
 from router.pod_client import CALL_S, DecodeClient, PodClient, PrefillClient
-from router.policy import Refusal, RoutingDecision, RoutingRequest, decide
+from router.policy import Refusal, RoutingDecision, RoutingRequest, decide, why_not_serving
 from router.prefix_index import PrefixIndex
 from router.registry import POLL_S, RegistryWatcher, Sighting
 from router.snapshot import DECODE, Correction, PodKey, PodView, Snapshot
@@ -207,10 +207,9 @@ class Cluster:
         self._queue.pump()
         self.on_change()
 
-    @property
-    def is_serving(self) -> bool:
-        """Some decode pod can be given work."""
-        return any(pod.role == DECODE and pod.reachable and not pod.draining for pod in self.snapshot())
+    def why_not_serving(self, model: ServedModel) -> str | None:
+        """Why no pods could serve a request for `model` now; None when some could."""
+        return why_not_serving(model.model_id, self.snapshot())
 
     def check_invariants(self, live_owners: set[str]) -> None:
         """Raises AssertionError naming what is held for a request that is gone."""

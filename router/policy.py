@@ -76,6 +76,26 @@ def decide(
     request: RoutingRequest, snapshot: Snapshot, prefixes: PrefixView, rng: Random, now: float
 ) -> RoutingDecision | Refusal:
     """`now` and the request's deadline are seconds on one monotonic clock."""
+    found = _candidates(request, snapshot, rng)
+    if isinstance(found, Refusal):
+        return found
+    prefills, decodes = found
+    if prefills:
+        return _paired(request, prefills, decodes, prefixes, rng, now)
+    return _decode_only(request, snapshot, decodes, prefixes, rng, now)
+
+
+def why_not_serving(model_id: str, snapshot: Snapshot) -> str | None:
+    """Why no pods could serve a request for this model even if they were idle; None when some could."""
+    shortest = RoutingRequest(model_id=model_id, num_tokens=1, max_tokens=1)
+    found = _candidates(shortest, snapshot, Random(0))  # which draws retry delays alone
+    return found.message if isinstance(found, Refusal) else None
+
+
+def _candidates(
+    request: RoutingRequest, snapshot: Snapshot, rng: Random
+) -> tuple[Sequence[PodView], Sequence[PodView]] | Refusal:
+    """Prefill and decode pods of which some pair up, whatever their load; without prefill pods: decode-only."""
     usable = [pod for pod in snapshot if _unusable(request, pod) is None]
     fitting = [pod for pod in usable if _can_ever_hold(request, pod)]
     decodes = _prefer_untried(request, [pod for pod in fitting if pod.role == DECODE])
@@ -83,10 +103,10 @@ def decide(
         return _no_decode_pod(request, snapshot, [pod for pod in usable if pod.role == DECODE], rng)
     prefills = [pod for pod in fitting if pod.role == PREFILL and pod.key not in request.excluded]
     if _pairable(prefills, decodes):
-        return _paired(request, prefills, decodes, prefixes, rng, now)
+        return prefills, decodes
     if prefills and not _pairable(snapshot.of_role(PREFILL), snapshot.of_role(DECODE)):
         return _unpairable(prefills[0], decodes[0])
-    return _decode_only(request, snapshot, decodes, prefixes, rng, now)
+    return (), decodes
 
 
 def _prefer_untried(request: RoutingRequest, pods: Sequence[PodView]) -> Sequence[PodView]:

@@ -131,6 +131,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             await abort(context, NotFound(f"{wanted}: {known}", field="request_id"))
         return ledger
 
+    async def GetStatus(
+        self, request: inference_pb2.GetStatusRequest, context: Context
+    ) -> inference_pb2.GetStatusResponse:
+        reason = self._services.cluster.why_not_serving(self._services.model)
+        return inference_pb2.GetStatusResponse(serving=reason is None, reason=reason or "")
+
 
 class Router:
     """One router process (or, in tests, one of several in a process). `await start()`, later `await stop()`."""
@@ -167,7 +173,7 @@ class Router:
         return f"{self._settings.host}:{self._server.port}"
 
     async def start(self) -> None:
-        """Raises OSError when a port is taken. Health says SERVING from when a decode pod can be given work."""
+        """Raises OSError when a port is taken. Health says SERVING while some pods can serve."""
         service = InferenceService(self.services, self.requests)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self._server.grpc)
         await self._server.set_serving(False)
@@ -195,4 +201,4 @@ class Router:
         while True:
             await self._pods_changed.wait()
             self._pods_changed.clear()
-            await self._server.set_serving(self.cluster.is_serving)
+            await self._server.set_serving(self.cluster.why_not_serving(self.services.model) is None)

@@ -16,6 +16,8 @@ from proto.inference_pb2 import (
     Attempt,
     GenerateRequest,
     GenerateResponse,
+    GetStatusRequest,
+    GetStatusResponse,
     GetTimelineRequest,
     Ledger,
     LedgerEntry,
@@ -78,6 +80,7 @@ class ScriptedRouter(InferenceServicer):
         self.requests: list[GenerateRequest] = []
         self.arrived: asyncio.Queue[GenerateRequest] = asyncio.Queue()
         self.cancelled: asyncio.Queue[GenerateRequest] = asyncio.Queue()
+        self.status = GetStatusResponse(serving=True)
         self.server = Server(["pdserve.v1.Inference"])
         self.address = ""
 
@@ -112,6 +115,9 @@ class ScriptedRouter(InferenceServicer):
 
     async def ListModels(self, request: ListModelsRequest, context: Any) -> ListModelsResponse:  # noqa: N802 - gRPC's
         return ListModelsResponse(models=[MODEL])
+
+    async def GetStatus(self, request: GetStatusRequest, context: Any) -> GetStatusResponse:  # noqa: N802 - gRPC's
+        return self.status
 
     async def GetTimeline(self, request: GetTimelineRequest, context: grpc.aio.ServicerContext[Any, Any]) -> Ledger:  # noqa: N802 - gRPC's
         if request.request_id not in ("", LEDGER.request_id):

@@ -15,7 +15,7 @@ from gateway.app import build_app
 from gateway.metrics import Metrics
 from gateway.server import HttpServer, bind
 from proto.errors import PodUnavailable
-from proto.inference_pb2 import GenerateResponse
+from proto.inference_pb2 import GenerateResponse, GetStatusResponse
 from router.client import RouterClient
 from tests.gateway.conftest import MAX_BODY_BYTES
 from tests.gateway.scripted import ScriptedRouter, answer
@@ -152,13 +152,17 @@ async def test_small_endpoints_answer_get_and_head(http: httpx.AsyncClient, path
 
 
 async def test_health_follows_the_router(router: ScriptedRouter, http: httpx.AsyncClient) -> None:
-    await router.server.set_serving(False)
+    router.status = GetStatusResponse(serving=False, reason="no usable decode pod (2 draining)")
     response = await http.get("/health")
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "router_unavailable")
-    await router.server.set_serving(True)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (503, "not_serving")
+    assert error["message"] == "no usable decode pod (2 draining)"
+    router.status = GetStatusResponse(serving=True)
     assert (await http.get("/health")).status_code == 200
     await router.stop()
-    assert (await http.get("/health")).status_code == 503
+    response = await http.get("/health")
+    assert response.status_code == 503
+    assert response.json()["error"]["message"].startswith("the router cannot be reached: ")
 
 
 async def test_without_a_router_every_endpoint_says_503(router: ScriptedRouter, http: httpx.AsyncClient) -> None:

@@ -54,7 +54,7 @@ async def server(router: Router) -> AsyncIterator[HttpServer]:
         server = HttpServer(build_app(client, Metrics(), max_body_bytes=2**20), bind("127.0.0.1", 0), drain_timeout_s=0)
         await server.start()
         async with asyncio.timeout(LIMIT_S):
-            while not await client.healthy():  # noqa: ASYNC110 - what a load balancer does
+            while await client.why_not_serving() is not None:  # noqa: ASYNC110 - what a load balancer does
                 await asyncio.sleep(0.01)
         yield server
         await server.stop()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.fake import EOS_ID
 from proto import common_pb2, inference_pb2
@@ -231,15 +233,34 @@ async def test_models_and_timelines(registry_url: str, tmp_path: Path) -> None:
 
 async def test_health_follows_the_decode_pods(registry_url: str, tmp_path: Path) -> None:
     async with running_stack(registry_url, tmp_path, prefill=1, decode=0) as stack:
-        assert not await stack.client.healthy()
+        assert await stack.client.why_not_serving() == "no usable decode pod (none registered)"
         pod = await stack.pods.start("decode")
         await stack.until_pods(2)
-        assert await stack.client.healthy()
+        assert await stack.client.why_not_serving() is None
         await stack.pods.stop(pod)
         await stack.until_pods(1)
-        assert not await stack.client.healthy()
+        assert await stack.client.why_not_serving() is not None
     async with RouterClient("127.0.0.1:1") as nobody:
-        assert not await nobody.healthy()
+        assert "the router cannot be reached: UNAVAILABLE" in (await nobody.why_not_serving() or "")
+
+
+async def test_pods_that_do_not_pair_are_no_health(registry_url: str, tmp_path: Path) -> None:
+    """Both are up, idle and reachable, and every request would be refused."""
+    async with running_stack(registry_url, tmp_path, prefill=1, decode=0) as stack:
+        await stack.pods.start("decode", block_size=32)
+        await stack.until_pods(2)
+        reason = await stack.client.why_not_serving() or ""
+        assert reason.startswith("no decode pod has the KV layout of a prefill pod: block_size")
+        assert await grpc_health(stack.router.address) == health_pb2.HealthCheckResponse.NOT_SERVING
+        await stack.pods.start("decode")
+        await stack.until_pods(3)
+        assert await stack.client.why_not_serving() is None
+
+
+async def grpc_health(address: str) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: health_pb2_grpc.HealthStub = health_pb2_grpc.HealthStub(channel)
+        return (await stub.Check(health_pb2.HealthCheckRequest())).status
 
 
 async def test_the_end_of_text_has_no_text(registry_url: str, tmp_path: Path) -> None:

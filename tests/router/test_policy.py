@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proto import common_pb2, kv_pb2, registry_pb2
-from router.policy import MAX_RETRY_MS, MIN_RETRY_MS, Refusal, RoutingDecision, RoutingRequest, decide
+from router.policy import MAX_RETRY_MS, MIN_RETRY_MS, Refusal, RoutingDecision, RoutingRequest, decide, why_not_serving
 from router.prefix_index import PrefixIndex, chunk_hashes
 from router.snapshot import DECODE, PREFILL, Correction, PodView, Snapshot, pod_view
 
@@ -284,6 +284,32 @@ def test_an_unpairable_cluster_names_the_field(field: str, value: Any, message: 
     assert not refusal.can_wait
     assert message in refusal.message
     assert "prefill pod p, decode pod d" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("pods", "reason"),
+    [
+        ([], "no usable decode pod (none registered)"),
+        ([prefill("p")], "no usable decode pod (none registered)"),
+        ([prefill("p"), decode("d")], None),
+        ([decode("d")], None),
+        ([prefill("p", reachable=False), decode("d")], None),
+        (
+            [decode("d", draining=True), decode("e", reachable=False)],
+            "no usable decode pod (1 draining, 1 un",
+        ),
+        ([prefill("p"), decode("d", num_sequences=10**6, num_free_blocks=0)], None),
+        ([replace(decode("d"), model_id="other")], "no usable decode pod (1 of model 'other')"),
+        (
+            [pod_view(record("p", PREFILL, block_size=32)), decode("d")],
+            "no decode pod has the KV layout of a prefill pod",
+        ),
+    ],
+)
+def test_pods_serve_when_an_idle_one_of_them_could(pods: Sequence[PodView], reason: str | None) -> None:
+    found = why_not_serving("fake", Snapshot(tuple(pods)))
+    assert (found or "").startswith(reason or "")
+    assert (found is None) == (reason is None)
 
 
 def test_only_equal_layouts_are_paired() -> None:

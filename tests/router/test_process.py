@@ -222,7 +222,7 @@ async def test_a_router_process_from_ready_to_sigterm(registry_url: str, tmp_pat
     try:
         async with RouterClient(router.ready["address"]) as client:
             assert [model.id for model in await client.list_models()] == ["fake"]
-            assert not await client.healthy(), "it has no pods"
+            assert await client.why_not_serving() == "no usable decode pod (none registered)"
         host, port = router.ready["metrics"].split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")

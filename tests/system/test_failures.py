@@ -105,8 +105,8 @@ async def test_14_a_pod_given_up_wrongly_is_taken_back_with_all_that_runs_on_it(
         await until(lambda: stack.router.requests.states() == ["decoding"])
         cluster._watcher.pods.sightings.clear()
         cluster._updated()
-        assert not cluster.is_serving
-        await until(lambda: cluster.is_serving)
+        assert cluster.why_not_serving(stack.router.services.model)
+        await until(lambda: cluster.why_not_serving(stack.router.services.model) is None)
         outcome = await answer
         assert_right(outcome, request)
         assert len(outcome.ledger.attempts) == 1
