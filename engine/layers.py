@@ -7,7 +7,7 @@ import torch
 from engine.model_config import LayerConfig, ModelConfig
 from engine.rotary import RotaryTable, rotary_table
 from engine.weights import LayerWeights, ModelWeights
-from kernels.decoder import AttentionStage, Decoder, ExpertsStage, MlpStage, MlpWeights, Stage
+from kernels.decoder import AttentionStage, Decoder, Ends, ExpertsStage, MlpStage, MlpWeights, Stage
 
 
 def decoder_of(config: ModelConfig, weights: ModelWeights) -> Decoder:
@@ -21,6 +21,18 @@ def decoder_of(config: ModelConfig, weights: ModelWeights) -> Decoder:
         stages += [_attention(config, layer, part, tables[layer.rope], delta_norm), _feed_forward(config, layer, part)]
         delta_norm = part.mlp_output_norm
     return Decoder(tuple(stages), config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
+
+
+def ends_of(config: ModelConfig, weights: ModelWeights) -> Ends:
+    """What stands before and behind all layers; of one rank of several with the words of its own."""
+    scale = config.hidden_size**0.5 if config.family.scaled_embedding else 1.0
+    return Ends(
+        embedding=weights.embedding,
+        embedding_scale=torch.tensor(scale, dtype=weights.dtype).item(),  # rounded, as it was in training
+        delta_norm=weights.layers[-1].mlp_output_norm,
+        norm=weights.final_norm,
+        head=weights.head,
+    )
 
 
 def _attention(

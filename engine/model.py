@@ -13,16 +13,14 @@ from pathlib import Path
 import torch
 
 from engine.device import CPU, moved
-from engine.layers import decoder_of
+from engine.layers import decoder_of, ends_of
 from engine.model_config import ModelConfig, read_config
 from engine.shard import WHOLE
 from engine.tensor_parallel.exchange import ALONE, Exchange
 from engine.weights import ModelWeights, load_weights
-from kernels.decoder import ExpertsStage, run_stages
+from kernels.decoder import Decoder, ExpertsStage, embed, forward, project, run_stages
 from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
-from kernels.linear import linear
-from kernels.rms_norm import fused_add_rms_norm, rms_norm
 
 
 class Model:
@@ -36,17 +34,10 @@ class Model:
         self._vocab_size = config.vocab_size
         self.kv_heads = exchange.shard.heads(config.num_heads, config.num_kv_heads).kv
         config = exchange.shard.local(config)
-        self._eps = config.rms_norm_eps
         self._logit_soft_cap = config.logit_soft_cap
-        self._weights = weights
-        scale = config.hidden_size**0.5 if config.family.scaled_embedding else 1.0
-        device = weights.embedding.device
-        # rounded, as it was in training
-        self._embedding_scale = torch.tensor(scale, dtype=weights.dtype, device=device)
-        self._decoder = moved(decoder_of(config, weights), device)  # its rotary tables were made on the host
-        num_stages = len(self._decoder.stages)
-        at_once = num_stages if exchange.shard == WHOLE else 1  # what needs no sum over the ranks in between
-        self._runs = [(first, first + at_once) for first in range(0, num_stages, at_once)]
+        self._ends = ends_of(config, weights)
+        # its rotary tables were made on the host
+        self._decoder: Decoder = moved(decoder_of(config, weights), weights.embedding.device)
 
     @classmethod
     def load(
@@ -75,23 +66,20 @@ class Model:
         Of several ranks each passes the caches of its own heads, and the first one's logits are whole.
         """
         self._exchange.announce(batch)
-        residual = self._embed(batch.token_ids)
-        delta = torch.zeros_like(residual)
-        for first, last in self._runs:
-            delta, residual = run_stages(self._decoder, first, last, delta, residual, batch, kv)
-            delta = self._exchange.summed(delta)
-        return self._logits(delta[batch.sample_rows], residual[batch.sample_rows])
-
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, H]."""
-        rows = torch.nn.functional.embedding(token_ids, self._weights.embedding).to(self._weights.dtype)
-        return rows * self._embedding_scale
-
-    def _logits(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """[R, H] each, what the last layer adds and what it adds that to -> float32 [R, V]."""
-        delta_norm = self._weights.layers[-1].mlp_output_norm
-        if delta_norm is not None:
-            delta = rms_norm(delta, delta_norm, self._eps)
-        normed, _ = fused_add_rms_norm(delta, residual, self._weights.final_norm, self._eps)
-        logits = self._exchange.joined(linear(normed, self._weights.head), self._vocab_size).float()
+        if self._exchange.shard == WHOLE:
+            logits = forward(self._decoder, self._ends, batch, kv)
+        else:
+            logits = self._forward_in_parts(batch, kv)
+        logits = logits.float()
         return logits if self._logit_soft_cap is None else (logits / self._logit_soft_cap).tanh() * self._logit_soft_cap
+
+    def _forward_in_parts(self, batch: FlatBatch, kv: Sequence[PagedKV]) -> torch.Tensor:
+        """[R, V] on the first rank: stage by stage, with a sum over the ranks behind each."""
+        residual = embed(self._ends, batch.token_ids)
+        delta = torch.zeros_like(residual)
+        for stage in range(len(self._decoder.stages)):
+            delta, residual = run_stages(self._decoder, stage, stage + 1, delta, residual, batch, kv)
+            delta = self._exchange.summed(delta)
+        rows = batch.sample_rows
+        words = project(self._ends, delta[rows], residual[rows], self._decoder.eps)
+        return self._exchange.joined(words, self._vocab_size)

@@ -1,4 +1,4 @@
-"""A decoder's layers: what a checkpoint and its family make of them, and the op that computes a range of them.
+"""A decoder: what a checkpoint and its family make of it, and the ops that compute some of its layers or a whole step.
 
 A layer is two stages, attention and feed-forward. Each begins by adding to the residual stream what the stage before
 has computed (its delta), so nothing is left to do between a stage's last linear and the next stage: tensor parallelism
@@ -18,7 +18,8 @@ from kernels.checks import check_dtype, check_rope_tables, check_rows, check_sco
 from kernels.dispatch import Backend, implementation
 from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
-from kernels.linear import LinearWeights
+from kernels.linear import LinearWeights, linear
+from kernels.rms_norm import fused_add_rms_norm, rms_norm
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -153,6 +154,63 @@ class Decoder:
             check_dtype(f"{name}'s bias", weights.bias, self.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """What stands before and behind a decoder's stages.
+
+    embedding: [V, H], whose rows are multiplied by `embedding_scale` in the decoder's dtype. delta_norm: [H] of what
+    the last stage adds, where the family normalises that; norm: [H] of the stream then; head: from H to the logits.
+    Raises ValueError or TypeError for what does not fit together.
+    """
+
+    embedding: torch.Tensor
+    embedding_scale: float
+    delta_norm: torch.Tensor | None
+    norm: torch.Tensor
+    head: LinearWeights
+
+    def __post_init__(self) -> None:
+        (hidden,) = self.norm.shape
+        check_shape("embedding", self.embedding, (None, hidden))
+        check_rows("embedding", self.embedding)
+        if self.delta_norm is not None:
+            check_shape("delta_norm", self.delta_norm, (hidden,))
+            check_dtype("delta_norm", self.delta_norm, self.norm.dtype)
+        if self.head.columns != hidden:
+            raise ValueError(f"head has {self.head.columns} columns, expected the norm's {hidden}")
+
+
+def embed(ends: Ends, token_ids: torch.Tensor) -> torch.Tensor:
+    """[T] -> [T, H], in the dtype of the norms. Raises IndexError (CPU only) for an id outside the embedding."""
+    rows = torch.nn.functional.embedding(token_ids, ends.embedding).to(ends.norm.dtype)
+    return rows if ends.embedding_scale == 1.0 else rows * ends.embedding_scale
+
+
+def project(ends: Ends, delta: torch.Tensor, residual: torch.Tensor, eps: float) -> torch.Tensor:
+    """[R, H] each, what the last stage adds and what it adds that to -> logits [R, words of the head]."""
+    if ends.delta_norm is not None:
+        delta = rms_norm(delta, ends.delta_norm, eps)
+    normed, _ = fused_add_rms_norm(delta, residual, ends.norm, eps)
+    return linear(normed, ends.head)
+
+
+def forward(
+    decoder: Decoder, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], *, backend: Backend | None = None
+) -> torch.Tensor:
+    """A whole step: writes the tokens' KV and returns logits [R, words of the head], in the decoder's dtype.
+
+    Gives what `embed`, `run_stages` and `project` give one after the other, to the bit. Raises as they do.
+    """
+    check_shape("norm", ends.norm, (decoder.hidden_size,))
+    check_dtype("norm", ends.norm, decoder.dtype)
+    _check_caches(decoder, caches)
+    if backend is None and ends.norm.is_cuda:
+        backend = "reference"
+    logits = ends.norm.new_empty((batch.sample_rows.shape[0], ends.head.rows))
+    implementation("decoder", "forward", ends.norm, backend)(decoder, ends, batch, caches, logits)
+    return logits
+
+
 def run_stages(
     decoder: Decoder,
     first: int,
@@ -178,11 +236,15 @@ def run_stages(
         check_shape(name, tensor, (batch.token_ids.shape[0], decoder.hidden_size))
         check_dtype(name, tensor, decoder.dtype)
         check_rows(name, tensor)
-    if len(caches) * 2 != len(decoder.stages):
-        raise ValueError(f"caches has {len(caches)} layers, expected the decoder's {len(decoder.stages) // 2}")
+    _check_caches(decoder, caches)
     if backend is None and residual.is_cuda:
         backend = "reference"
     run = implementation("decoder", "run_stages", residual, backend)
     new_delta, new_residual = torch.empty_like(residual), torch.empty_like(residual)
     run(decoder, first, last, delta, residual, batch, caches, new_delta, new_residual)
     return new_delta, new_residual
+
+
+def _check_caches(decoder: Decoder, caches: Sequence[PagedKV]) -> None:
+    if len(caches) * 2 != len(decoder.stages):
+        raise ValueError(f"caches has {len(caches)} layers, expected the decoder's {len(decoder.stages) // 2}")

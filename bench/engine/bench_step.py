@@ -32,14 +32,14 @@ from engine.core import EngineConfig, EngineCore
 from engine.kv_format import kv_block_bytes
 from engine.runner import TorchRunner
 from engine.sequence import SamplingParams, SequenceSpec
-from kernels.cpu import decoder, linear, rms_norm, sampling
+from kernels.cpu import decoder, sampling
 from kernels.cpu.library import Library, library
 
 MODEL, DTYPE, BLOCK_SIZE = "smollm2-135m-instruct", "float32", 16
 BATCHES = (1, 8, 16)
 STEPS = 20
-_CALLERS = (decoder, linear, rms_norm, sampling)  # of what a step calls
-_OPS = ("run_stages", "linear", "rms_norm", "sample")
+_CALLERS = (decoder, sampling)  # of what a step calls
+_OPS = ("forward", "sample")
 _GOALS = (
     Goal(
         name="step_python_ms_batch_16",

@@ -1,4 +1,4 @@
-// Stages of a decoder in one call: the ops of these headers one after the other, on memory that stays.
+// Stages of a decoder, or a whole step, in one call: the ops of these headers one after the other, on memory that stays.
 //
 // kernels/reference/decoder.py is the same composition through the public ops; both give the same bits.
 #pragma once
@@ -16,11 +16,13 @@ struct Workspace {
   T* normed;  // [tokens, hidden]
   T* wide;    // [tokens, columns of a stage's first linear]
   T* narrow;  // [tokens, columns of a stage's second linear's input]
+  T* end;
 
   Workspace(void* memory, const Decoder& decoder, int64_t tokens) {
     normed = static_cast<T*>(memory);
     wide = normed + tokens * decoder.hidden;
     narrow = wide + tokens * decoder.max_wide;
+    end = narrow + tokens * decoder.max_narrow;
   }
 };
 
@@ -45,9 +47,9 @@ struct DecoderStep {
                 threads);
   }
 
-  void multiply(const T* x, const Linear& linear_layer, T* out) const {
+  void multiply(const T* x, int64_t rows, const Linear& linear_layer, T* out) const {
     const Weights& weights = linear_layer.weights;
-    linear<T>(x, weights.depth, step.tokens, weights, linear_layer.bias, out, threads);
+    linear<T>(x, weights.depth, rows, weights, linear_layer.bias, out, threads);
   }
 
   void attend(const Stage& stage, const Cache& cache) const {
@@ -99,6 +101,44 @@ struct DecoderStep {
     activate_and_multiply(work.wide, 2 * inner, work.narrow, step.tokens, inner, threads);
   }
 
+  // The first stage's input: a residual stream of embeddings, and nothing to add to it.
+  void embed(const Ends& ends, const Stream& stream) const {
+    ends.embedding_dtype == BFLOAT16 ? embed_from<bf16>(ends, stream) : embed_from<T>(ends, stream);
+  }
+
+  template <class E>
+  void embed_from(const Ends& ends, const Stream& stream) const {
+    const int64_t hidden = decoder.hidden;
+    parallel_rows(step.tokens, hidden, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; t++) {
+        const E* from = static_cast<const E*>(ends.embedding) + step.token_ids[t] * ends.embedding_stride;
+        T *residual = static_cast<T*>(stream.residual) + t * hidden, *delta = static_cast<T*>(stream.delta) + t * hidden;
+        for_vectors(hidden, [&](int64_t i, int64_t n) {
+          store_some(residual + i, load_some(from + i, n) * ends.embedding_scale, n);
+          store_some(delta + i, Vec{}, n);
+        });
+      }
+    });
+  }
+
+  // The norm of the rows whose logits are wanted, to work.normed.
+  void leave(const Ends& ends, const Stream& stream) const {
+    const int64_t hidden = decoder.hidden;
+    parallel_rows(step.samples, hidden, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++) {
+        const int64_t from = step.sample_rows[r] * hidden;
+        const T *delta = static_cast<T*>(stream.delta) + from, *residual = static_cast<T*>(stream.residual) + from;
+        T* normed = work.normed + r * hidden;
+        if (ends.delta_norm != nullptr) {
+          normalise_row(delta, static_cast<const T*>(ends.delta_norm), decoder.eps, normed, hidden);
+          delta = normed;
+        }
+        add_row(delta, residual, normed, hidden);
+        normalise_row(normed, static_cast<const T*>(ends.norm), decoder.eps, normed, hidden);
+      }
+    });
+  }
+
   // All threads of a region call this. They share the loops in it and do the rest, which changes nothing, each.
   void run(int64_t first, int64_t last, const Stream& in, const Stream& out) const {
     const T *delta = static_cast<const T*>(in.delta), *residual = static_cast<const T*>(in.residual);
@@ -106,28 +146,37 @@ struct DecoderStep {
     for (int64_t s = first; s < last; s++) {
       const Stage& stage = decoder.stages[s];
       enter(stage, delta, residual, residual_out);
-      multiply(work.normed, stage.first, work.wide);
+      multiply(work.normed, step.tokens, stage.first, work.wide);
       if (stage.attention != nullptr) {
         attend(stage, caches[s / 2]);
       } else {
         gate(stage);
       }
-      multiply(work.narrow, stage.second, delta_out);
+      multiply(work.narrow, step.tokens, stage.second, delta_out);
       delta = delta_out;
       residual = residual_out;
     }
   }
 };
 
+inline bool alike(const Cache& some, const Cache& other) {
+  return some.num_blocks == other.num_blocks && some.block_size == other.block_size;
+}
+
 // Whether every position, slot and context lies in its table, for all stages.
 inline bool step_is_sound(const Decoder& decoder, int64_t first, int64_t last, const Step& step, const Cache* caches) {
   const int64_t decodes = step.decodes.num_sequences, prefills = step.prefills.num_sequences;
+  const Cache* checked = nullptr;
+  int64_t checked_positions = 0;
   for (int64_t s = first; s < last; s++) {
     if (decoder.stages[s].attention == nullptr) continue;
     const Cache& cache = caches[s / 2];
+    const int64_t positions = decoder.stages[s].attention->num_positions;
+    if (checked != nullptr && alike(cache, *checked) && positions == checked_positions) continue;
+    checked = &cache, checked_positions = positions;
     for (int64_t t = 0; t < step.tokens; t++) {
       const int64_t position = step.positions[t];
-      if (position < 0 || position >= decoder.stages[s].attention->num_positions) return false;
+      if (position < 0 || position >= positions) return false;
       if (step.slot_mapping[t] >= cache.num_blocks * cache.block_size) return false;
     }
     if (first_bad_sequence(cache, step.decodes) != OK || first_bad_sequence(cache, step.prefills) != OK) return false;
@@ -147,6 +196,30 @@ int64_t run_stages(const Decoder& decoder, int64_t first, int64_t last, const St
   if (!step_is_sound(decoder, first, last, step, caches)) return 0;
   const DecoderStep<T> work{decoder, step, caches, Workspace<T>(workspace, decoder, step.tokens), threads};
   in_one_region(threads, [&] { work.run(first, last, in, out); });
+  return OK;
+}
+
+// Whether every token id and every row to sample lies in its table.
+inline bool ends_are_sound(const Ends& ends, const Step& step) {
+  for (int64_t t = 0; t < step.tokens; t++)
+    if (step.token_ids[t] < 0 || step.token_ids[t] >= ends.vocab) return false;
+  for (int64_t r = 0; r < step.samples; r++)
+    if (step.sample_rows[r] < 0 || step.sample_rows[r] >= step.tokens) return false;
+  return step.samples <= step.tokens;
+}
+
+template <class T>
+int64_t forward(const Decoder& decoder, const Ends& ends, const Step& step, const Cache* caches, void* logits,
+                void* workspace, int threads) {
+  if (!ends_are_sound(ends, step) || !step_is_sound(decoder, 0, decoder.num_stages, step, caches)) return 0;
+  const DecoderStep<T> work{decoder, step, caches, Workspace<T>(workspace, decoder, step.tokens), threads};
+  const Stream stream{work.work.end, work.work.end + step.tokens * decoder.hidden};
+  in_one_region(threads, [&] {
+    work.embed(ends, stream);
+    work.run(0, decoder.num_stages, stream, stream);
+    work.leave(ends, stream);
+    work.multiply(work.work.normed, step.samples, ends.head, static_cast<T*>(logits));
+  });
   return OK;
 }
 

@@ -1,4 +1,4 @@
-"""CPU implementation of kernels/decoder.py: decoder.h, one call for as many stages as it can take."""
+"""CPU implementation of kernels/decoder.py: decoder.h, one call for a whole step or as many stages as it can take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import kernels.cpu.library as c
 from kernels.cpu.library import library
 from kernels.cpu.linear import max_rows_in_cpp, weights_struct
-from kernels.decoder import Activation, AttentionStage, Decoder, ExpertsStage, MlpStage, Stage
+from kernels.decoder import Activation, AttentionStage, Decoder, Ends, ExpertsStage, MlpStage, Stage
 from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
 from kernels.linear import LinearWeights
@@ -37,14 +37,20 @@ def run_stages(
 
     Raises IndexError for a position, slot, context or block outside its table.
     """
-    described = _described.get(decoder)
-    if described is None:
-        described = _described[decoder] = _Description(decoder)
+    described = _description_of(decoder)
     for in_cpp, begin, end in described.spans(first, last, batch.num_tokens):
         arguments = (begin, end, delta, residual, batch, caches, new_delta, new_residual)
         if not in_cpp or not described.run(*arguments):
             reference.run_stages(decoder, *arguments)  # which also says what was wrong with a batch that was refused
         delta, residual = new_delta, new_residual
+
+
+def forward(decoder: Decoder, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor) -> None:
+    """Fills logits [R, words of the head]; op by op where any part is nothing for the C++."""
+    described = _description_of(decoder)
+    in_cpp = described.takes_all(batch.num_tokens) and _ends_in_cpp(ends, logits)
+    if not in_cpp or not described.forward(ends, batch, caches, logits):
+        reference.forward(decoder, ends, batch, caches, logits)  # which also says what was wrong with a batch
 
 
 class _Description:
@@ -60,19 +66,41 @@ class _Description:
         linears = [pair for stage in decoder.stages if (pair := _linears(stage)) is not None]
         wide = max((first.rows for first, _ in linears), default=0)
         narrow = max((second.columns for _, second in linears), default=0)
-        self._decoder = c.Decoder(self._stages, decoder.hidden_size, *heads, wide, narrow, decoder.eps)
-        self._row_size = decoder.hidden_size + wide + narrow
+        self._decoder = c.Decoder(
+            self._stages, len(decoder.stages), decoder.hidden_size, *heads, wide, narrow, decoder.eps
+        )
+        self._row_size = 3 * decoder.hidden_size + wide + narrow
+        self._most_rows = min(self._max_rows)
+        self._dtype_code = c.DTYPES[decoder.dtype]
         self._workspace = torch.empty(0, dtype=self._dtype)
         self._caches: Sequence[PagedKV] = ()
         self._cache_structs = (c.Cache * 0)()
 
     def spans(self, first: int, last: int, rows: int) -> list[tuple[bool, int, int]]:
         """Runs of stages, each with whether the C++ takes it."""
-        if rows <= min(self._max_rows[first:last]):
+        if self.takes_all(rows):
             return [(True, first, last)]
         groups = groupby(range(first, last), lambda stage: rows <= self._max_rows[stage])
         runs = [(in_cpp, list(stages)) for in_cpp, stages in groups]
         return [(in_cpp, stages[0], stages[-1] + 1) for in_cpp, stages in runs]
+
+    def takes_all(self, rows: int) -> bool:
+        """Whether the C++ takes every stage."""
+        return rows <= self._most_rows
+
+    def forward(self, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor) -> bool:
+        """False: something leaves its table, and nothing was written."""
+        done: int = library().forward(
+            self._dtype_code,
+            self._decoder,
+            _ends_struct(ends),
+            _step(batch),
+            self._described_caches(caches),
+            logits.data_ptr(),
+            self._grown_workspace(batch.num_tokens).data_ptr(),
+            torch.get_num_threads(),
+        )
+        return done == c.OK
 
     def run(
         self,
@@ -87,7 +115,7 @@ class _Description:
     ) -> bool:
         """False: something leaves its table, and nothing was written."""
         done: int = library().run_stages(
-            c.dtype_code(residual),
+            self._dtype_code,
             self._decoder,
             first,
             last,
@@ -117,6 +145,39 @@ class _Description:
 
 
 _described: WeakKeyDictionary[Decoder, _Description] = WeakKeyDictionary()
+_described_ends: WeakKeyDictionary[Ends, c.Ends] = WeakKeyDictionary()
+
+
+def _description_of(decoder: Decoder) -> _Description:
+    found = _described.get(decoder)
+    if found is None:
+        found = _described[decoder] = _Description(decoder)
+    return found
+
+
+def _ends_struct(ends: Ends) -> c.Ends:
+    found = _described_ends.get(ends)
+    if found is None:
+        found = _described_ends[ends] = c.Ends(
+            c.dtype_code(ends.embedding),
+            ends.embedding.data_ptr(),
+            ends.embedding.shape[0],
+            ends.embedding.stride(0),
+            ends.embedding_scale,
+            _pointer(ends.delta_norm),
+            ends.norm.data_ptr(),
+            _linear(ends.head),
+        )
+    return found
+
+
+def _ends_in_cpp(ends: Ends, logits: torch.Tensor) -> bool:
+    known = ends.embedding.dtype in (torch.bfloat16, logits.dtype)
+    return known and logits.shape[0] <= max_rows_in_cpp(ends.head, logits.dtype)
+
+
+def _linear(weights: LinearWeights) -> c.Linear:
+    return c.Linear(weights_struct(weights), _pointer(weights.bias))
 
 
 def _linears(stage: Stage) -> tuple[LinearWeights, LinearWeights] | None:
@@ -157,7 +218,7 @@ def _stage(stage: Stage, attention: c.Attention | None) -> c.Stage:
     return c.Stage(
         _pointer(stage.delta_norm),
         stage.norm.data_ptr(),
-        *(c.Linear(weights_struct(weights), _pointer(weights.bias)) for weights in linears),
+        *map(_linear, linears),
         None if attention is None else ctypes.pointer(attention),
         _ACTIVATIONS[stage.activation] if isinstance(stage, MlpStage) else 0,
     )
@@ -172,9 +233,12 @@ def _step(batch: FlatBatch) -> c.Step:
     """Made once for all calls of a step."""
     return c.Step(
         batch.num_tokens,
+        batch.token_ids.data_ptr(),
         batch.positions.data_ptr(),
         batch.slot_mapping.data_ptr(),
         c.context_of(batch.decode_block_tables, batch.decode_context_lens),
         c.context_of(batch.prefill_block_tables, batch.prefill_context_lens),
         batch.prefill_cu_seqlens.data_ptr(),
+        batch.sample_rows.data_ptr(),
+        batch.sample_rows.shape[0],
     )

@@ -34,6 +34,7 @@ const Ops JOIN(ops_, ISA) = {
     by_type<gelu_mul<float>, gelu_mul<bf16>>,
     by_type<linear<float>, linear<bf16>>,
     by_type<run_stages<float>, run_stages<bf16>>,
+    by_type<forward<float>, forward<bf16>>,
     copy_rows,
     sample,
 };

@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 256
 MAX_DEPTH = 32768
 _MAX_WINDOW = 2**63 - 1
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # uint8: two of 4 bits
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # uint8: two of 4 bits
 _CACHE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # 0: the dtype of the computation
 _INT64, _INT32, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
@@ -117,8 +117,24 @@ class Decoder(ctypes.Structure):
 
     _fields_ = (
         ("stages", ctypes.POINTER(Stage)),
-        *((name, _INT64) for name in ("hidden", "heads", "kv_heads", "head_dim", "max_wide", "max_narrow")),
+        *(
+            (name, _INT64)
+            for name in ("num_stages", "hidden", "heads", "kv_heads", "head_dim", "max_wide", "max_narrow")
+        ),
         ("eps", _FLOAT),
+    )
+
+
+class Ends(ctypes.Structure):
+    """What stands before and behind a decoder's stages."""
+
+    _fields_ = (
+        ("embedding_dtype", _INT32),
+        ("embedding", _POINTER),
+        *((name, _INT64) for name in ("vocab", "embedding_stride")),
+        ("embedding_scale", _FLOAT),
+        *((name, _POINTER) for name in ("delta_norm", "norm")),
+        ("head", Linear),
     )
 
 
@@ -127,11 +143,11 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         ("tokens", _INT64),
-        ("positions", _POINTER),
-        ("slot_mapping", _POINTER),
+        *((name, _POINTER) for name in ("token_ids", "positions", "slot_mapping")),
         ("decodes", Context),
         ("prefills", Context),
-        ("cu_seqlens", _POINTER),
+        *((name, _POINTER) for name in ("cu_seqlens", "sample_rows")),
+        ("samples", _INT64),
     )
 
 
@@ -157,7 +173,8 @@ def _op(*arguments: type) -> type:
 
 _HEADS, _CACHE, _CONTEXT = ctypes.POINTER(Heads), ctypes.POINTER(Cache), ctypes.POINTER(Context)
 _SCORING, _WEIGHTS = ctypes.POINTER(Scoring), ctypes.POINTER(Weights)
-_DECODER, _STEP, _STREAM = ctypes.POINTER(Decoder), ctypes.POINTER(Step), ctypes.POINTER(Stream)
+_DECODER, _ENDS = ctypes.POINTER(Decoder), ctypes.POINTER(Ends)
+_STEP, _STREAM = ctypes.POINTER(Step), ctypes.POINTER(Stream)
 
 
 class _Ops(ctypes.Structure):
@@ -181,6 +198,7 @@ class _Ops(ctypes.Structure):
             "run_stages",
             _op(_INT32, _DECODER, _INT64, _INT64, _STEP, _CACHE, _STREAM, _STREAM, _POINTER, _INT32),
         ),
+        ("forward", _op(_INT32, _DECODER, _ENDS, _STEP, _CACHE, _POINTER, _POINTER, _INT32)),
         (
             "copy_rows",
             _op(
@@ -206,6 +224,7 @@ class Library:
     gelu_mul: Callable[..., int]
     linear: Callable[..., int]
     run_stages: Callable[..., int]
+    forward: Callable[..., int]
     copy_rows: Callable[..., int]
     sample: Callable[..., int]
 
@@ -245,7 +264,7 @@ def _share_pool(shared: ctypes.CDLL) -> None:
 
 def dtype_code(tensor: torch.Tensor) -> int:
     """The enum value of a tensor's dtype."""
-    return _DTYPES[tensor.dtype]
+    return DTYPES[tensor.dtype]
 
 
 def cache_of(kv: PagedKV) -> Cache:

@@ -103,17 +103,32 @@ struct Stage {
 // Stage s belongs to layer s / 2. max_wide, max_narrow: the largest widths between the linears of a stage.
 struct Decoder {
   const Stage* stages;
-  int64_t hidden, heads, kv_heads, head_dim, max_wide, max_narrow;
+  int64_t num_stages, hidden, heads, kv_heads, head_dim, max_wide, max_narrow;
   float eps;
+};
+
+// What stands before and behind a decoder's stages: rows of the embedding, scaled, go in; what comes out (the last delta
+// normalised if delta_norm is not null) is normalised and goes through `head`.
+struct Ends {
+  DType embedding_dtype;  // BFLOAT16 or that of the computation
+  const void* embedding;  // [vocab, hidden]
+  int64_t vocab, embedding_stride;
+  float embedding_scale;
+  const void* delta_norm;
+  const void* norm;
+  Linear head;
 };
 
 // One token each of the decode sequences, then the runs of the prefill sequences.
 struct Step {
   int64_t tokens;
+  const int64_t* token_ids;
   const int64_t* positions;
   const int64_t* slot_mapping;
   Context decodes, prefills;
   const int32_t* cu_seqlens;  // [prefills + 1], from 0
+  const int64_t* sample_rows;  // [samples], tokens whose logits are wanted
+  int64_t samples;
 };
 
 // Rows [tokens, hidden], contiguous: the residual stream and what is still to be added to it.
@@ -153,6 +168,10 @@ struct Ops {
   // Returns 0 when any token or sequence leaves its table.
   int64_t (*run_stages)(DType, const Decoder&, int64_t first, int64_t last, const Step&, const Cache* caches,
                         const Stream& in, const Stream& out, void* workspace, int threads);
+  // All of a step, from token ids to logits [samples, columns of the head]. workspace: hidden * 2 elements more a token.
+  // Returns 0 when any token or sequence leaves its table, or there are more samples than tokens.
+  int64_t (*forward)(DType, const Decoder&, const Ends&, const Step&, const Cache* caches, void* logits, void* workspace,
+                     int threads);
   // Row target_rows[i] of target becomes row source_rows[i] of source; strides count bytes, targets are distinct.
   int64_t (*copy_rows)(const void* source, int64_t source_stride, void* target, int64_t target_stride,
                        int64_t row_bytes, const int64_t* source_rows, const int64_t* target_rows, int64_t rows,

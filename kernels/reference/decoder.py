@@ -1,4 +1,4 @@
-"""Stages of kernels/decoder.py one op after the other. Each op chooses its own implementation, so GPUs run this too."""
+"""kernels/decoder.py one op after the other. Each op chooses its own implementation, so GPUs run this too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.decoder import Activation, AttentionStage, Decoder, ExpertsStage, MlpStage, MlpWeights, Stage
+from kernels.decoder import (
+    Activation,
+    AttentionStage,
+    Decoder,
+    Ends,
+    ExpertsStage,
+    MlpStage,
+    MlpWeights,
+    Stage,
+    embed,
+    project,
+)
+from kernels.decoder import run_stages as run_stages_op
 from kernels.flat_batch import FlatBatch
 from kernels.gelu_mul import gelu_mul
 from kernels.kv_cache import PagedKV
@@ -19,6 +31,14 @@ from kernels.rope import rope
 from kernels.silu_mul import silu_mul
 
 _GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_mul}
+
+
+def forward(decoder: Decoder, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor) -> None:
+    """Fills logits [R, words of the head]."""
+    residual = embed(ends, batch.token_ids)
+    nothing = torch.zeros_like(residual)
+    delta, residual = run_stages_op(decoder, 0, len(decoder.stages), nothing, residual, batch, caches)
+    logits.copy_(project(ends, delta[batch.sample_rows], residual[batch.sample_rows], decoder.eps))
 
 
 def run_stages(

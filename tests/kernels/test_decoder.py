@@ -11,7 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.decoder import Activation, AttentionStage, Decoder, ExpertsStage, MlpStage, MlpWeights, Stage, run_stages
+from kernels.decoder import (
+    Activation,
+    AttentionStage,
+    Decoder,
+    Ends,
+    ExpertsStage,
+    MlpStage,
+    MlpWeights,
+    Stage,
+    forward,
+    run_stages,
+)
 from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
 from kernels.linear import LinearWeights
@@ -20,7 +31,7 @@ from tests.kernels.backends import runnable_isas, using
 every_cpu = pytest.mark.parametrize("implementation", [f"cpu {isa}" for isa in runnable_isas()])
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-NUM_BLOCKS, BLOCK_SIZE, NUM_POSITIONS = 40, 4, 64
+NUM_BLOCKS, BLOCK_SIZE, NUM_POSITIONS, VOCAB = 40, 4, 64, 30
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,16 @@ def _experts(shape: Shape) -> ExpertsStage:
     )
 
 
+def make_ends(shape: Shape, scale: float = 1.0) -> Ends:
+    return Ends(
+        embedding=torch.randn(VOCAB, shape.hidden).to(BFLOAT16 if shape.dtype == BFLOAT16 else shape.weights_dtype),
+        embedding_scale=scale,
+        delta_norm=_norm(shape, shape.hidden, shape.sandwich_norms),
+        norm=torch.rand(shape.hidden).to(shape.dtype),
+        head=_linear(shape, shape.hidden, VOCAB),
+    )
+
+
 def make_batch(decode_contexts: tuple[int, ...], prefills: tuple[tuple[int, int], ...]) -> FlatBatch:
     """Sequences of (new tokens, context), each in blocks of its own, taken from the end of the cache."""
     sequences = [*((1, context) for context in decode_contexts), *prefills]
@@ -116,7 +137,7 @@ def make_batch(decode_contexts: tuple[int, ...], prefills: tuple[tuple[int, int]
     contexts = torch.tensor([context for _, context in sequences], dtype=torch.int32)
     num_decodes = len(decode_contexts)
     return FlatBatch(
-        token_ids=torch.zeros(len(positions), dtype=torch.int64),
+        token_ids=torch.randint(VOCAB, (len(positions),)),
         positions=torch.tensor(positions),
         slot_mapping=torch.tensor(slots),
         sample_rows=torch.arange(len(positions)),
@@ -202,6 +223,45 @@ def test_gives_the_bits_of_the_single_ops(
     assert same_caches(caches, expected_caches)
 
 
+@every_cpu
+@given(
+    shape=shapes,
+    scale=st.sampled_from([1.0, 6.5]),
+    decodes=st.lists(st.integers(1, 30), max_size=4).map(tuple),
+    prefill=st.sampled_from([(), ((7, 9),)]),
+    threads=st.integers(1, 3),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_whole_step_gives_the_bits_of_its_parts(
+    implementation: str,
+    shape: Shape,
+    scale: float,
+    decodes: tuple[int, ...],
+    prefill: tuple[tuple[int, int], ...],
+    threads: int,
+    data: st.DataObject,
+) -> None:
+    if not decodes and not prefill:
+        decodes = (3,)
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
+    decoder, ends, batch, caches = (
+        make_decoder(shape),
+        make_ends(shape, scale),
+        make_batch(decodes, prefill),
+        make_caches(shape),
+    )
+    rows = data.draw(st.lists(st.integers(0, batch.num_tokens - 1), unique=True))
+    batch, expected_caches = replace(batch, sample_rows=torch.tensor(rows, dtype=torch.int64)), copied(caches)
+    with using(implementation) as backend:
+        torch.set_num_threads(1)
+        expected = forward(decoder, ends, batch, expected_caches, backend="reference")
+        torch.set_num_threads(threads)
+        actual = forward(decoder, ends, batch, caches, backend=backend)
+    assert torch.equal(actual, expected), f"logits differ by up to {(actual - expected).abs().max()}"
+    assert same_caches(caches, expected_caches)
+
+
 @pytest.mark.parametrize("experts", [False, True])
 def test_stage_by_stage_is_all_at_once(experts: bool) -> None:
     shape = Shape(sandwich_norms=True, experts=experts)
@@ -252,6 +312,50 @@ def test_refuses_what_leaves_a_table(implementation: str, change: dict[str, torc
     decoder, batch, caches = make_decoder(shape), replace(make_batch((5, 9), ()), **change), make_caches(shape)
     with using(implementation) as backend, pytest.raises(IndexError, match=message):
         run_stages(decoder, 0, 4, *random_stream(shape, batch), batch, caches, backend=backend)
+
+
+@every_cpu
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": torch.tensor([0, VOCAB])}, "out of range"),
+        ({"token_ids": torch.tensor([-1, 0])}, "out of range"),
+        ({"sample_rows": torch.tensor([2])}, "out of bounds"),
+        ({"positions": torch.tensor([4, NUM_POSITIONS])}, "position 64 of token 1"),
+        ({"slot_mapping": torch.tensor([0, NUM_BLOCKS * BLOCK_SIZE])}, "slot 160 of token 1"),
+    ],
+)
+def test_a_whole_step_refuses_what_leaves_a_table(
+    implementation: str, change: dict[str, torch.Tensor], message: str
+) -> None:
+    shape = Shape()
+    decoder, batch, caches = make_decoder(shape), replace(make_batch((5, 9), ()), **change), make_caches(shape)
+    with using(implementation) as backend, pytest.raises(IndexError, match=message):
+        forward(decoder, make_ends(shape), batch, caches, backend=backend)
+
+
+def test_a_whole_step_samples_a_row_as_often_as_it_is_asked_for() -> None:
+    shape = Shape()
+    decoder, ends, batch = make_decoder(shape), make_ends(shape), make_batch((5, 9), ())
+    once = forward(decoder, ends, batch, caches := make_caches(shape))
+    thrice = forward(decoder, ends, replace(batch, sample_rows=torch.tensor([1, 0, 1])), caches)
+    assert torch.equal(thrice, once[[1, 0, 1]])
+
+
+def test_ends_refuse_what_does_not_fit() -> None:
+    shape = Shape()
+    ends, batch, caches = make_ends(shape), make_batch((5,), ()), make_caches(shape)
+    for change, error, message in (
+        ({"embedding": torch.zeros(3, 41)}, ValueError, "embedding has shape"),
+        ({"delta_norm": torch.ones(40).bfloat16()}, TypeError, "delta_norm has dtype"),
+        ({"head": _linear(shape, 41, VOCAB)}, ValueError, "head has 41 columns, expected the norm's 40"),
+    ):
+        with pytest.raises(error, match=message):
+            replace(ends, **change)
+    with pytest.raises(TypeError, match="norm has dtype"):
+        forward(make_decoder(shape), replace(ends, norm=torch.ones(40).bfloat16()), batch, caches)
+    with pytest.raises(ValueError, match="caches has 1 layers"):
+        forward(make_decoder(shape), ends, batch, caches[:1])
 
 
 def test_refuses_what_does_not_fit() -> None:
