@@ -18,9 +18,8 @@ constexpr int WEIGHT_BLOCK = 24;    // rows of W that stay in the nearer caches 
 constexpr int X_BLOCK = 16 * TILE;  // most rows of x that one item packs
 constexpr int64_t MAX_DEPTH = 32768;             // library.py sends larger ones to the reference
 constexpr int64_t PACKED_FLOATS = 1 << 16;       // an item's x, for half of a small second-level cache
-constexpr int64_t PACKED_NEAR = 1 << 12;         // a tile's x, for half of a first-level cache
-constexpr int64_t WEIGHT_CHUNK_BYTES = 2 << 20;  // of W for one item
-constexpr int ITEMS_PER_THREAD = 6;
+constexpr int64_t MAX_DEPTH_BLOCK = 800;         // columns of one pass: a tile's x takes a third of a first-level cache
+constexpr int ITEMS_PER_THREAD = 16;
 
 // Rows of W that one tile multiplies at once. The sums, the rows and one vector of x have to fit the registers, and the
 // sums have to be enough to hide the latency of a multiply-add.
@@ -129,12 +128,15 @@ constexpr decltype(&multiply_tile<W, 1>) MULTIPLY_BY_WIDTH[TILE] = {
 // Up to X_BLOCK rows of x, packed, against any rows of W.
 template <class X, class W>
 struct LinearBlock {
+  int64_t index = -1;  // which rows of x are packed
   int64_t rows, depth, padded_depth, tiles;
   alignas(64) Vec sums[X_BLOCK * WEIGHT_BLOCK + LANES];  // a row is read in whole vectors
   alignas(64) float packed[TILE * MAX_DEPTH];  // tile after tile: [steps, 2, rows of the tile, LANES]
 
-  LinearBlock(const X* x, int64_t stride, int64_t count, int64_t columns)
-      : rows(count), depth(columns), padded_depth(round_up(columns, STEP)), tiles(ceil_div(count, TILE)) {
+  LinearBlock() {}  // leaves its memory as it is
+
+  void pack(int64_t which, const X* x, int64_t stride, int64_t count, int64_t columns) {
+    index = which, rows = count, depth = columns, padded_depth = round_up(columns, STEP), tiles = ceil_div(count, TILE);
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t first = tile_begin(t), width = tile_begin(t + 1) - first;
       for (int64_t c = 0; c < width; c++)
@@ -154,7 +156,7 @@ struct LinearBlock {
 
   // out[i, j] = x row i times W row j, for at most WEIGHT_BLOCK rows of W; as many are wanted next.
   void multiply(const W* w, int64_t stride, int64_t weight_rows, const X* bias, X* out, int64_t out_stride) {
-    const int64_t depth_block = PACKED_NEAR / ceil_div(rows, tiles) / STEP * STEP;
+    const int64_t depth_block = round_up(ceil_div(depth, ceil_div(depth, MAX_DEPTH_BLOCK)), STEP);
     const int64_t passes = ceil_div(depth, depth_block) * tiles, bytes = weight_rows * stride * sizeof(W);
     const char* next = reinterpret_cast<const char*>(w) + bytes;
     int64_t pass = 0;
@@ -192,15 +194,16 @@ void multiply_all(const void* x, int64_t x_stride, int64_t rows, const Weights& 
                   int threads) {
   int64_t columns = 0;
   for (int64_t i = 0; i < weights.count; i++) columns += weights.matrices[i].rows;
-  const int64_t blocks = ceil_div(rows, LinearBlock<X, W>::max_rows(weights.depth));
+  const int64_t most_rows = LinearBlock<X, W>::max_rows(weights.depth), blocks = ceil_div(rows, most_rows);
   if (blocks == 0 || columns == 0) return;
   const int64_t even_share = ceil_div(columns * blocks, threads * ITEMS_PER_THREAD);
-  const int64_t resident = WEIGHT_CHUNK_BYTES / max(1, weights.depth * static_cast<int64_t>(sizeof(W)));
-  const int64_t chunk = round_up(max(1, min(even_share, resident)), WEIGHT_BLOCK);
-  parallel_for(ceil_div(columns, chunk) * blocks, threads, [&](int64_t item) {
-    const int64_t b = item % blocks, begin = item / blocks * chunk, end = min(columns, begin + chunk);
-    const int64_t first = rows * b / blocks, count = rows * (b + 1) / blocks - first;
-    LinearBlock<X, W> block(static_cast<const X*>(x) + first * x_stride, x_stride, count, weights.depth);
+  const int64_t chunk = round_up(min(columns, even_share), WEIGHT_BLOCK), chunks = ceil_div(columns, chunk);
+  // One block of x after the other, so that a thread packs each but once.
+  parallel_for_with<LinearBlock<X, W>>(chunks * blocks, threads, [&](auto& block, int64_t item) {
+    const int64_t b = item / chunks, begin = item % chunks * chunk, end = min(columns, begin + chunk);
+    const int64_t first = b * most_rows;
+    if (block.index != b)
+      block.pack(b, static_cast<const X*>(x) + first * x_stride, x_stride, min(most_rows, rows - first), weights.depth);
     int64_t offset = 0;
     for (int64_t i = 0; i < weights.count; offset += weights.matrices[i++].rows)
       block.multiply_matrix(weights.matrices[i], offset, begin, end, static_cast<const X*>(bias),

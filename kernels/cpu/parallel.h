@@ -66,17 +66,30 @@ inline void in_one_region(int threads, const Body& body) {
   openmp.parallel(enter, &region, static_cast<unsigned>(threads), 0);
 }
 
-// Calls body(i) for i in 0 .. items - 1, on at most `threads` threads, in any order, and returns when all are done.
-template <class Body>
-inline void parallel_for(int64_t items, int threads, const Body& body) {
+// Calls body(state, i) for i in 0 .. items - 1, on at most `threads` threads, in any order, and returns when all are
+// done. Each thread has a State of its own for the whole loop.
+template <class State, class Body>
+inline void parallel_for_with(int64_t items, int threads, const Body& body) {
   if (current_team != nullptr) {
-    current_team->take(items, body);
+    State state;
+    current_team->take(items, [&](int64_t i) { body(state, i); });
     return current_team->meet();
   }
   const int64_t members = min(threads, items);
   if (members > 1 && openmp.parallel != nullptr)  // whose end they wait for anyway
-    return in_one_region(static_cast<int>(members), [&] { current_team->take(items, body); });
-  for (int64_t i = 0; i < items; i++) body(i);
+    return in_one_region(static_cast<int>(members), [&] {
+      State state;
+      current_team->take(items, [&](int64_t i) { body(state, i); });
+    });
+  State state;
+  for (int64_t i = 0; i < items; i++) body(state, i);
+}
+
+// The same for a body(i) that keeps nothing from one item to the next.
+template <class Body>
+inline void parallel_for(int64_t items, int threads, const Body& body) {
+  struct Nothing {};
+  parallel_for_with<Nothing>(items, threads, [&](Nothing&, int64_t i) { body(i); });
 }
 
 // Calls body(begin, end) over ranges of rows that are worth a thread's while.
