@@ -12,9 +12,9 @@ constexpr int MATMUL_ROWS = 6;             // 12 sums, 2 columns and 1 broadcast
 template <int ROWS>
 inline void multiply_tile(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t depth,
                           bool add) {
-  Vec sums[ROWS][2] = {};
-  for (int r = 0; add && r < ROWS; r++)
-    for (int j = 0; j < 2; j++) sums[r][j] = load(c + r * ldc + j * LANES);
+  Vec sums[ROWS][2];  // not zeroed as a whole, for which GCC calls up a string instruction
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < 2; j++) sums[r][j] = add ? load(c + r * ldc + j * LANES) : Vec{};
   for (int64_t i = 0; i < depth; i++) {
     const Vec left = load(b + i * ldb), right = load(b + i * ldb + LANES);
     for (int r = 0; r < ROWS; r++) {

@@ -10,11 +10,11 @@
 
 namespace {
 
-constexpr int MAX_ROWS = 48;      // query token x query head rows of a tile
+constexpr int MAX_ROWS = 96;      // query token x query head rows of a tile, which share the reading of its keys
 constexpr int PREFILL_TILE = 64;  // keys of a tile
 constexpr int MAX_PADDED_DIM = MAX_HEAD_DIM + MATMUL_COLUMNS;
 static_assert(PREFILL_TILE % MATMUL_COLUMNS == 0, "score tiles have no remainder");
-static_assert(PREFILL_TILE >= MAX_ROWS, "every row sees a key of the first tile, whatever its window");
+static_assert(MAX_ROWS % MATMUL_ROWS == 0, "full tiles of rows have no remainder");
 
 // Query tokens [first, first + count) of one sequence, at positions `position` and after, with `group` heads from `head`.
 struct QueryTile {
@@ -24,6 +24,28 @@ struct QueryTile {
   int64_t token(int64_t r) const { return first + r / group; }
   int64_t query_head(int64_t r) const { return head + r % group; }
   int64_t row_position(int64_t r) const { return position + r / group; }
+};
+
+// Keys [begin, begin + count) of a context, none of them at or past `end`, and where they lie.
+struct KeyTile {
+  int64_t begin, count;
+  Place places[PREFILL_TILE];
+
+  template <class E>
+  KeyTile(const ContextReader<E>& context, int64_t first, int64_t end)
+      : begin(first), count(max(0, min(PREFILL_TILE, end - first))) {
+    context.for_places(begin, count, [&](int64_t i, Place place) { places[i] = place; });
+  }
+
+  template <class E>
+  void fetch(const ContextReader<E>& context, int64_t head_dim, int64_t first, int64_t last) const {
+    constexpr int64_t PER_LINE = 64 / sizeof(E);
+    for (int64_t i = first; i < min(last, count); i++)
+      for (int64_t d = 0; d < head_dim; d += PER_LINE) {
+        __builtin_prefetch(context.k + places[i].row + d);
+        __builtin_prefetch(context.v + places[i].row + d);
+      }
+  }
 };
 
 // E: what the cache stores.
@@ -61,13 +83,25 @@ struct PrefillTile {
     for (; d < padded_dim; d += LANES) store(to + d, load_first(from + d, max(0, head_dim - d)) * factor);
   }
 
-  void load_keys(int64_t begin, int64_t count) {
-    alignas(64) float key[MAX_PADDED_DIM];
-    context.for_places(begin, count, [&](int64_t i, Place place) {
-      widen(key, context.k + place.row, scale_of(context.k_scales, place));
-      for (int64_t d = 0; d < head_dim; d++) k[d * PREFILL_TILE + i] = key[d];
-      widen(v + i * padded_dim, context.v + place.row, scale_of(context.v_scales, place));
-    });
+  void load_keys(const KeyTile& keys) {
+    for (int64_t i = 0; i < keys.count; i++)
+      widen(v + i * padded_dim, context.v + keys.places[i].row, scale_of(context.v_scales, keys.places[i]));
+    for (int64_t i = 0; i < keys.count; i += LANES)
+      transpose_keys(keys.places + i, min(LANES, keys.count - i), k + i);
+  }
+
+  // Up to LANES keys as columns of `to`, which has room for whole vectors both ways; the last one fills what is left.
+  void transpose_keys(const Place* places, int64_t count, float* to) const {
+    for (int64_t d = 0; d < head_dim; d += LANES) {
+      const int64_t n = min(LANES, head_dim - d);
+      Vec rows[LANES];
+      for (int i = 0; i < LANES; i++) {
+        const Place place = places[min(i, count - 1)];
+        rows[i] = load_some(context.k + place.row + d, n) * scale_of(context.k_scales, place);
+      }
+      transpose(rows);
+      for (int i = 0; i < LANES; i++) store(to + (d + i) * PREFILL_TILE, rows[i]);
+    }
   }
 
   static float scale_of([[maybe_unused]] const float* scales, [[maybe_unused]] Place place) {
@@ -77,23 +111,43 @@ struct PrefillTile {
       return 1.f;
   }
 
-  // Keys [begin, begin + count). Columns of `scores` past a row's visible keys hold anything until the softmax.
-  void attend_tile(int64_t begin, int64_t count) {
-    load_keys(begin, count);
-    multiply(q, padded_dim, k, PREFILL_TILE, scores, PREFILL_TILE, tile.rows(), PREFILL_TILE, head_dim, false);
-    for (int64_t r = 0; r < tile.rows(); r++) {
+  // A few rows at a time go no further than the last of them sees. Blocks lie far apart, where the processor's own
+  // prefetching does not follow: the next tile is fetched meanwhile.
+  void attend_tile(const KeyTile& keys, const KeyTile& next) {
+    load_keys(keys);
+    const int64_t fetched_at_once = ceil_div(next.count, ceil_div(tile.rows(), MATMUL_ROWS));
+    for (int64_t r = 0, fetched = 0; r < tile.rows(); r += MATMUL_ROWS, fetched += fetched_at_once) {
+      next.fetch(context, head_dim, fetched, fetched + fetched_at_once);
+      weigh(r, min(r + MATMUL_ROWS, tile.rows()), keys.begin, keys.count);
+    }
+    for (int64_t r = 0; r < tile.rows(); r += MATMUL_ROWS) {
+      const int64_t end = min(r + MATMUL_ROWS, tile.rows());
+      multiply(scores + r * PREFILL_TILE, PREFILL_TILE, v, padded_dim, acc + r * padded_dim, padded_dim, end - r,
+               padded_dim, num_seen(end - 1, keys.begin, keys.count), true);
+    }
+  }
+
+  // Of keys [begin, begin + count), those up to row r's own.
+  int64_t num_seen(int64_t r, int64_t begin, int64_t count) const {
+    return max(0, min(count, tile.row_position(r) + 1 - begin));
+  }
+
+  // Scores and then weights of rows [first, end). Past a row's keys they are 0, as far as the last row's go.
+  void weigh(int64_t first, int64_t end, int64_t begin, int64_t count) {
+    const int64_t most = num_seen(end - 1, begin, count);
+    multiply(q + first * padded_dim, padded_dim, k, PREFILL_TILE, scores + first * PREFILL_TILE, PREFILL_TILE,
+             end - first, round_up(most, MATMUL_COLUMNS), head_dim, false);
+    for (int64_t r = first; r < end; r++) {
       float* row_scores = scores + r * PREFILL_TILE;
-      const int64_t position = tile.row_position(r);
-      const int64_t seen = max(0, min(count, position + 1 - begin));
+      const int64_t seen = num_seen(r, begin, count);
       cap_scores(row_scores, seen, scoring.soft_cap);
-      hide(row_scores, min(seen, scoring.first_visible(position) - begin));
+      hide(row_scores, min(seen, scoring.first_visible(tile.row_position(r)) - begin));
       const float factor = softmax[r].update(row_scores, seen);
-      for (int64_t i = round_up(seen, LANES); i < count; i++) row_scores[i] = 0.f;
+      for (int64_t i = round_up(seen, LANES); i < most; i++) row_scores[i] = 0.f;
       float* row_acc = acc + r * padded_dim;
       if (factor != 1.f)
         for (int64_t d = 0; d < padded_dim; d += LANES) store(row_acc + d, load(row_acc + d) * factor);
     }
-    multiply(scores, PREFILL_TILE, v, padded_dim, acc, padded_dim, tile.rows(), padded_dim, count, true);
   }
 
   // The scores of keys before a row's window.
@@ -103,8 +157,12 @@ struct PrefillTile {
 
   __attribute__((noinline)) void attend() {  // one copy, whatever T
     const int64_t end = tile.row_position(tile.rows() - 1) + 1;
-    for (int64_t begin = scoring.first_visible(tile.position); begin < end; begin += PREFILL_TILE)
-      attend_tile(begin, min(PREFILL_TILE, end - begin));
+    KeyTile keys(context, scoring.first_visible(tile.position), end);
+    while (keys.count > 0) {
+      const KeyTile next(context, keys.begin + PREFILL_TILE, end);
+      attend_tile(keys, next);
+      keys = next;
+    }
   }
 
   template <class T>
@@ -127,7 +185,8 @@ struct PrefillPlan {
       : context(c), cu_seqlens(cu), kv_heads(num_kv_heads), group(heads / num_kv_heads) {
     heads_at_once = min(group, MAX_ROWS);
     passes = ceil_div(group, heads_at_once);
-    tokens_per_tile = MAX_ROWS / heads_at_once;
+    // So that every row sees a key of the first tile, whatever its window.
+    tokens_per_tile = min(MAX_ROWS / heads_at_once, PREFILL_TILE);
   }
 
   int64_t new_tokens(int64_t s) const { return cu_seqlens[s + 1] - cu_seqlens[s]; }

@@ -21,7 +21,7 @@ struct RunningSoftmax {
       store(scores + i, weights);
       sums += weights;
     }
-    const float factor = exp(fill(peak - new_peak))[0];
+    const float factor = new_peak == peak ? 1.f : exp(fill(peak - new_peak))[0];
     total = total * factor + sum(sums);
     peak = new_peak;
     return factor;

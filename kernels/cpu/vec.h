@@ -120,14 +120,6 @@ inline void store_scaled(T* to, const float* from, float factor, int64_t n) {
   if (i < n) store_first(to + i, load(from + i) * factor, n - i);
 }
 
-inline float sum(Vec v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-  return lanes[0];
-}
-
 // Lane i is lane index(i) of `a` and `b` put together; `index` must be constant once inlined.
 template <class Index>
 inline Vec pick(Vec a, Vec b, const Index& index) {
@@ -142,11 +134,20 @@ inline Vec pick(Vec a, Vec b, const Index& index) {
 #endif
 }
 
+// Which lanes of `a` and `b` become lane i of a first vector; of a second one, those WIDTH further.
+template <int WIDTH>
+inline int lower_lane(int i) {
+  return i & WIDTH ? LANES + i - WIDTH : i;
+}
+template <int WIDTH>
+inline int upper_lane(int i) {
+  return lower_lane<WIDTH>(i) + WIDTH;
+}
+
 // Adds lanes WIDTH apart: those of `a` into the lanes whose number lacks the bit WIDTH, those of `b` into the others.
 template <int WIDTH>
 inline Vec fold(Vec a, Vec b) {
-  const auto lower = [](int i) { return i & WIDTH ? LANES + i - WIDTH : i; };
-  return pick(a, b, lower) + pick(a, b, [lower](int i) { return lower(i) + WIDTH; });
+  return pick(a, b, lower_lane<WIDTH>) + pick(a, b, upper_lane<WIDTH>);
 }
 
 template <int WIDTH>
@@ -161,12 +162,31 @@ inline Vec folded(const Vec* v) {
 // Lane i: sum(v[i]), to the same bit.
 inline Vec sums_of(const Vec* v) { return folded<1>(v); }
 
+// Lanes WIDTH apart change places between vectors WIDTH apart, and so on with halves of WIDTH.
+template <int WIDTH = LANES / 2>
+inline void transpose(Vec (&rows)[LANES]) {
+  for (int i = 0; i < LANES; i++) {
+    if (i & WIDTH) continue;
+    const Vec a = rows[i], b = rows[i + WIDTH];
+    rows[i] = pick(a, b, lower_lane<WIDTH>);
+    rows[i + WIDTH] = pick(a, b, upper_lane<WIDTH>);
+  }
+  if constexpr (WIDTH > 1) transpose<WIDTH / 2>(rows);
+}
+
+// In a tree: lanes LANES / 2 apart first.
+template <int WIDTH = LANES / 2>
+inline float sum(Vec v) {
+  const Vec halves = v + pick(v, v, [](int i) { return i ^ WIDTH; });
+  if constexpr (WIDTH > 1) return sum<WIDTH / 2>(halves);
+  return halves[0];
+}
+
+template <int WIDTH = LANES / 2>
 inline float largest(Vec v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-  return lanes[0];
+  const Vec halves = max(v, pick(v, v, [](int i) { return i ^ WIDTH; }));
+  if constexpr (WIDTH > 1) return largest<WIDTH / 2>(halves);
+  return halves[0];
 }
 
 // e^x for x <= 0, to about 2 ulp: x = n ln 2 + r, a polynomial of r (Moshier's Cephes), 2^n through the exponent bits.
