@@ -27,6 +27,7 @@ class Stack:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         (plan.run_dir / "kv").mkdir(exist_ok=True)
         processes = [Process(spec, self.log_dir / f"{spec.name}.log") for spec in process_specs(plan)]
+        self._say = reporter.say
         self.supervisor = Supervisor(processes, reporter, start_timeout_s=plan.settings.start_timeout_s)
 
     async def start(self) -> None:
@@ -40,6 +41,10 @@ class Stack:
             raise explain_failure(error, self.log_dir) from None
         except TimeoutError:
             raise StartFailed(f"the router does not see every pod; logs are in {self.log_dir}", 1) from None
+
+        for process in self.supervisor.processes:
+            for warning in process.warnings:
+                self._say(f"warning: {process.spec.name}: {warning}")
 
     def ready_fields(self, name: str) -> Mapping[str, str]:
         """What the process said in its READY line."""

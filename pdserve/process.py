@@ -16,6 +16,7 @@ from pdserve.paths import ROOT
 
 SHIM = (sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")))
 TAIL_LINES = 12
+WARNING = "WARNING "  # begins a line of a child's standard output that its person should read
 CONFIG_ERROR = 2  # exit code of every process of ours whose settings are wrong; its last line says which
 INTERRUPTED = 130  # the shell's code for "ended by Ctrl-C"
 
@@ -59,6 +60,7 @@ class Process:
         self.spec = spec
         self.log_path = log_path
         self.ready_fields: dict[str, str] = {}
+        self.warnings: list[str] = []  # what the present child said in WARNING lines until it was ready
         self._process: asyncio.subprocess.Process | None = None
         self._copier: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[str] | None = None
@@ -70,6 +72,7 @@ class Process:
     async def start(self, timeout_s: float) -> None:
         """Spawns the child and waits for its READY line. Raises ProcessFailed; then it is not running."""
         self._ready = asyncio.get_running_loop().create_future()
+        self.warnings = []
         with self.log_path.open("ab", buffering=0) as log:
             self._process = await asyncio.create_subprocess_exec(
                 *SHIM,
@@ -109,7 +112,18 @@ class Process:
             while chunk := await process.stdout.read(65536):
                 log.write(chunk)
                 if not ready.done():
-                    pending = _find_marker(pending + chunk, self.spec.ready_marker, ready)
+                    pending = self._heed(pending + chunk, ready)
+
+    def _heed(self, text: bytes, ready: asyncio.Future[str]) -> bytes:
+        """Takes the complete lines up to the one that holds the marker; returns the incomplete rest."""
+        *lines, rest = text.split(b"\n")
+        for line in (line.decode(errors="replace") for line in lines):
+            if line.startswith(WARNING):
+                self.warnings.append(line.removeprefix(WARNING))
+            elif self.spec.ready_marker in line:
+                ready.set_result(line)
+                break
+        return rest
 
     async def wait(self) -> str:
         """Waits until the child has ended; returns how, as in "exited with code 1" or "was killed by SIGKILL"."""
@@ -148,15 +162,6 @@ class Process:
 def parse_fields(ready_line: str) -> dict[str, str]:
     """`READY role=decode address=127.0.0.1:5000` -> {"role": "decode", "address": "127.0.0.1:5000"}."""
     return dict(word.split("=", 1) for word in ready_line.split() if "=" in word)
-
-
-def _find_marker(text: bytes, marker: str, ready: asyncio.Future[str]) -> bytes:
-    """Resolves `ready` with the complete line that holds `marker`; returns the incomplete rest."""
-    *lines, rest = text.split(b"\n")
-    for line in lines:
-        if marker.encode() in line and not ready.done():
-            ready.set_result(line.decode(errors="replace"))
-    return rest
 
 
 def _last_lines(log: BinaryIO, num_lines: int) -> str:

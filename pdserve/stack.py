@@ -108,7 +108,7 @@ def _pod(plan: Plan, role: str, index: int, cores: str) -> ProcessSpec:
         "kv-dtype": settings.kv_dtype,
         "tensor-parallel": settings.tensor_parallel,
         "quantization": settings.quantization,
-        "kv-memory-bytes": None if settings.kv_memory is None else int(settings.kv_memory),
+        "kv-memory": None if settings.kv_memory is None else int(settings.kv_memory),
         "max-num-seqs": settings.max_num_seqs,
         "max-batched-tokens": settings.max_batched_tokens,
     }

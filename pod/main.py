@@ -1,4 +1,4 @@
-"""The process around a pod: flags in, one READY line out, an exit code at the end.
+"""The process around a pod: flags in, WARNING lines if any and one READY line out, an exit code at the end.
 
 Exit codes: 0 after SIGTERM or SIGINT, 1 after a crash of the engine, 2 when it could not start.
 """
@@ -41,6 +41,8 @@ async def _serve(settings: PodSettings, role: str, make_role: Callable[[PodConte
     print(f"{role} pod: {plan.describe()}", file=sys.stderr, flush=True)
     pod = await Pod.start(plan, make_role)
     stop = stop_event()
+    for warning in plan.warnings:
+        print(f"WARNING {warning}", flush=True)
     print(f"READY role={role} pod_id={plan.pod_id} address={pod.address} metrics={pod.metrics_address}", flush=True)
     await first(stop.wait(), pod.ended.wait())
     if pod.crash is None:

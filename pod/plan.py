@@ -23,6 +23,7 @@ from pod.speculation import SpeculationPlan, resolve_speculation
 
 AUTO_KV_BYTES = 1 << 30  # enough for 46,000 tokens of the default model
 AUTO_KV_SHARE = 0.25  # of the memory that is left beside the model: several pods share a machine
+USEFUL_TOKENS = 1024  # a prompt and its answer: with a smaller cache a pod says so
 ANY_HOST = {"0.0.0.0", "::", ""}
 
 
@@ -56,6 +57,15 @@ class PodPlan:
             f"transfer_backend={self.settings.transfer_backend} runtime_dir={self.settings.runtime_dir} "
             f"layout={self.layout.fingerprint}"
         )
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is allowed and hardly wanted."""
+        tokens = self.num_blocks * self.layout.block_size
+        if tokens >= min(USEFUL_TOKENS, self.model.max_model_len):
+            return []
+        flag = "--num-blocks" if self.settings.num_blocks else "--kv-memory"
+        return [f"the KV cache holds {tokens} tokens, longer requests are refused: raise {flag}"]
 
 
 def resolve(settings: PodSettings, role: str) -> PodPlan:
@@ -148,15 +158,15 @@ def _num_blocks(
     """As many as the settings say; the draft model's KV comes on top of what is given for the model's own."""
     enough = settings.max_num_seqs * -(-model.max_model_len // settings.block_size)
     auto_bytes = min(AUTO_KV_BYTES, int(AUTO_KV_SHARE * max(0, free_bytes)), enough * block_bytes)
-    num_blocks = settings.num_blocks or (settings.kv_memory_bytes or auto_bytes) // block_bytes
-    if settings.kv_memory_bytes and num_blocks < 1:
+    num_blocks = settings.num_blocks or (settings.kv_memory or auto_bytes) // block_bytes
+    if settings.kv_memory and num_blocks < 1:
         raise StartupError(
-            f"kv_memory_bytes = {settings.kv_memory_bytes}: must be at least {block_bytes}, one KV block"
+            f"--kv-memory {settings.kv_memory:d} bytes: must be at least {block_bytes} bytes, one KV block"
         )
     needed_bytes = max(1, num_blocks) * (block_bytes + draft_block_bytes)
     if num_blocks < 1 or needed_bytes > free_bytes:
         raise StartupError(
             f"too little memory: {needed_bytes / 2**20:.0f} MiB of KV blocks do not fit into the "
-            f"{free_bytes / 2**20:.0f} MiB left beside the model; lower --kv-memory-bytes or --num-blocks"
+            f"{free_bytes / 2**20:.0f} MiB left beside the model; lower --kv-memory or --num-blocks"
         )
     return num_blocks

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
 from pod.cores import format_cores, parse_cores
 from proto.settings import Settings
@@ -46,8 +46,10 @@ class PodSettings(Settings):
     num_threads: int = Field(0, ge=0, description="compute threads; 0: one for each core this process may use")
     tensor_parallel: int = Field(1, ge=1, le=64, description="processes that share the model, and num_threads")
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block")
-    num_blocks: int | None = Field(None, ge=1, description="KV blocks; unset: from kv_memory_bytes")
-    kv_memory_bytes: int | None = Field(None, ge=1, description="KV memory; unset: from the model and free memory")
+    num_blocks: int | None = Field(None, ge=1, description="KV blocks; unset: from kv_memory")
+    kv_memory: ByteSize | None = Field(
+        None, gt=0, description="KV cache, such as 512MiB; unset: from the model and free memory"
+    )
     max_num_seqs: int = Field(64, ge=1, description="sequences in one engine step")
     max_batched_tokens: int = Field(512, ge=1, description="tokens in one engine step")
     prefix_cache: bool = Field(True, description="reuse the KV of equal prefixes")
@@ -83,6 +85,6 @@ class PodSettings(Settings):
 
     @model_validator(mode="after")
     def _memory_is_given_once(self) -> Self:
-        if self.num_blocks is not None and self.kv_memory_bytes is not None:
-            raise ValueError("num_blocks and kv_memory_bytes both set the cache's size: give one of them")
+        if self.num_blocks is not None and self.kv_memory is not None:
+            raise ValueError("num_blocks and kv_memory both set the cache's size: give one of them")
         return self

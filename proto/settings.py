@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +16,32 @@ from typing import Any, ClassVar, Self
 
 import yaml
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 # Of all processes, since they share a file: a misspelt section would otherwise be ignored by each of them.
 SECTIONS = ("pdserve", "pod", "router", "gateway", "explain", "model", "doctor")
 
 _SIZE = "must be a number of bytes with or without a unit, such as 512MiB or 2GiB"
 _PLAINER = {"extra_forbidden": "no such setting", "byte_size": _SIZE, "byte_size_unit": _SIZE}  # than pydantic's words
+_NO_DEFAULT = re.compile(r" \(default(: (null)?| factory: \w+)\)$")
 
 
 class ConfigError(Exception):
     """One line that says which setting is wrong and what is allowed."""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Without the defaults of what is unset or empty: the description says what that means."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return _NO_DEFAULT.sub("", action.help) if action.help else action.help
 
 
 class Settings(BaseSettings):
@@ -60,7 +76,8 @@ class Settings(BaseSettings):
         """Settings from `argv` (default: the process's own), the environment and the file. Raises ConfigError."""
         config, rest = split_config(sys.argv[1:] if argv is None else argv)
         try:
-            return CliApp.run(cls, cli_args=rest, **read_section(config, cls.section))
+            source: CliSettingsSource[Any] = CliSettingsSource(cls, formatter_class=_Help)
+            return CliApp.run(cls, cli_args=rest, cli_settings_source=source, **read_section(config, cls.section))
         except ValidationError as error:
             raise ConfigError("; ".join(describe(e) for e in error.errors())) from None
         except SettingsError as error:

@@ -7,6 +7,7 @@ import sys
 from pdserve.process import ProcessSpec
 
 SERVE = "import signal, sys; print('READY role=x address=127.0.0.1:1', flush=True); signal.sigwait([signal.SIGTERM])"
+WARNING = f"print('WARNING it is small'); print('said'); {SERVE}; print('WARNING too late')"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('READY', flush=True); signal.pause()"
 SILENT = "import signal; signal.pause()"
 FAILING = "import sys; print('before the end', file=sys.stderr); sys.exit(3)"

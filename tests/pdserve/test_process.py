@@ -27,6 +27,14 @@ async def test_ready_line_is_parsed_and_sigterm_ends_it(tmp_path: Path) -> None:
     assert "READY role=x" in (tmp_path / "x.log").read_text()
 
 
+async def test_warnings_are_kept_until_the_ready_line(tmp_path: Path) -> None:
+    process = Process(scripts.spec(scripts.WARNING), tmp_path / "x.log")
+    for _ in range(2):
+        await process.start(START_S)
+        assert process.warnings == ["it is small"]
+        await process.stop()
+
+
 async def test_a_child_that_ends_early_tells_its_code_and_last_lines(tmp_path: Path) -> None:
     process = Process(scripts.spec(scripts.FAILING), tmp_path / "x.log")
     with pytest.raises(ProcessFailed, match="x exited with code 3") as caught:

@@ -87,7 +87,7 @@ def test_pods_accept_their_flags() -> None:
         assert settings.registry_url == "unix:///run/pdserve/registry.sock"
         assert settings.runtime_dir == Path("/run/pdserve/kv")
         assert (settings.model, settings.engine, settings.dtype) == ("/models/smol", "torch", "float32")
-        assert (settings.kv_memory_bytes, settings.num_threads) == (64 << 20, 3)
+        assert (settings.kv_memory, settings.num_threads) == (64 << 20, 3)
         assert (settings.max_num_seqs, settings.max_batched_tokens, settings.tensor_parallel) == (8, 96, 2)
 
 
@@ -108,9 +108,7 @@ def test_router_and_gateway_accept_their_flags() -> None:
 
 def test_unset_options_are_left_to_the_pod() -> None:
     command = by_name(plan())["decode-0"].command
-    assert not {"--dtype", "--kv-memory-bytes", "--max-num-seqs", "--max-batched-tokens", "--tensor-parallel"} & set(
-        command
-    )
+    assert not {"--dtype", "--kv-memory", "--max-num-seqs", "--max-batched-tokens", "--tensor-parallel"} & set(command)
 
 
 def test_pods_in_a_shared_registry_name_themselves() -> None:

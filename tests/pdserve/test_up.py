@@ -182,6 +182,17 @@ async def printed(program: str) -> bytes:
     return out
 
 
+async def test_a_cache_too_small_for_anything_is_refused_and_for_most_is_told() -> None:
+    process = await launch("up", "--kv-memory", "100")
+    _, stderr = await process.communicate()
+    assert process.returncode == 2
+    last = stderr.decode().splitlines()[-1]
+    assert last.endswith("-0: --kv-memory 100 bytes: must be at least 256 bytes, one KV block")
+    async with up("--kv-memory", "2KiB") as launched:
+        words = await launched.said("warning: decode-0: ")
+        assert words.endswith("the KV cache holds 128 tokens, longer requests are refused: raise --kv-memory\n")
+
+
 async def test_a_childs_wrong_setting_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("pod: {block_siz: 16}\n")

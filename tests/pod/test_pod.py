@@ -134,14 +134,21 @@ def test_a_gpu_is_refused_with_the_reason() -> None:
 
 
 def test_the_cache_s_size_can_be_given_in_bytes() -> None:
-    assert resolved(model="fake", kv_memory_bytes=10_000).num_blocks == 10_000 // 256
+    assert resolved(model="fake", kv_memory=10_000).num_blocks == 10_000 // 256
+
+
+def test_a_cache_too_small_to_be_useful_is_told() -> None:
+    warning = "the KV cache holds 1008 tokens, longer requests are refused: raise"
+    assert resolved(model="fake", num_blocks=63).warnings == [f"{warning} --num-blocks"]
+    assert resolved(model="fake", kv_memory=64 * 256 - 1).warnings == [f"{warning} --kv-memory"]
+    assert resolved(model="fake", kv_memory=64 * 256).warnings == []
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kv_memory_bytes": 100}, "kv_memory_bytes = 100: must be at least 256, one KV block"),
-        ({"num_blocks": 10**9}, r"too little memory.*--kv-memory-bytes"),
+        ({"kv_memory": 100}, "--kv-memory 100 bytes: must be at least 256 bytes, one KV block"),
+        ({"num_blocks": 10**9}, r"too little memory.*--kv-memory or"),
     ],
 )
 def test_a_cache_that_cannot_be_is_refused(settings: dict[str, int], words: str) -> None:
@@ -152,7 +159,7 @@ def test_a_cache_that_cannot_be_is_refused(settings: dict[str, int], words: str)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--num-blocks", "4", "--kv-memory-bytes", "4096"], "give one of them"),
+        (["--num-blocks", "4", "--kv-memory", "4096"], "give one of them"),
         (["--port", "70000"], "port"),
         (["--cluster", "a b"], "cluster"),
         (["--heartbeat-interval-s", "0"], "heartbeat_interval_s"),

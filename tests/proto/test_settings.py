@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.settings import UpSettings
+from gateway.settings import GatewaySettings
+from pdserve.__main__ import COMMANDS
+from pdserve.settings import ExplainSettings, ModelSettings, UpSettings
 from pod.settings import PodSettings
 from proto.settings import ConfigError, Settings
+from router.settings import RouterSettings
 
 SIZE = "must be a number of bytes with or without a unit, such as 512MiB or 2GiB"
 
@@ -34,7 +37,21 @@ def test_a_wrong_setting_is_one_plain_line(settings: type[Settings], argv: list[
     assert str(refusal.value) == message
 
 
+@pytest.mark.parametrize("settings", [PodSettings, *COMMANDS.values(), RouterSettings, GatewaySettings])
+def test_help_tells_defaults_that_say_something(
+    settings: type[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        settings.load(["--help"])
+    options = capsys.readouterr().out.partition("options:")[2]
+    assert "null" not in options
+    assert "(default: )" not in options
+    assert "factory" not in options
+    assert "(default: " in options or settings in (ExplainSettings, ModelSettings)
+
+
 def test_settings_that_contradict_each_other_show_no_password() -> None:
     with pytest.raises(ConfigError) as refusal:
-        PodSettings.load(["--registry-url", "redis://:secret@host/0", "--num-blocks", "1", "--kv-memory-bytes", "1"])
+        PodSettings.load(["--registry-url", "redis://:secret@host/0", "--num-blocks", "1", "--kv-memory", "1"])
     assert "secret" not in str(refusal.value)

@@ -24,6 +24,7 @@ class PodProcess:
         self._process: asyncio.subprocess.Process | None = None
         self.ready_line = ""
         self.stdout = self.stderr = ""
+        self.warnings: list[str] = []
 
     async def __aenter__(self) -> PodProcess:
         self._process = await asyncio.create_subprocess_exec(
@@ -53,7 +54,10 @@ class PodProcess:
     async def until_ready(self) -> dict[str, str]:
         """Raises EOFError with the last words of a process that ended instead."""
         assert self.process.stdout is not None, "piped"
-        self.ready_line = (await asyncio.wait_for(self.process.stdout.readline(), READY_S)).decode()
+        async with asyncio.timeout(READY_S):
+            while (line := (await self.process.stdout.readline()).decode()).startswith("WARNING "):
+                self.warnings.append(line)
+        self.ready_line = line
         if not self.ready_line.startswith("READY "):
             await self.ended()
             raise EOFError(self.stderr)

@@ -77,7 +77,9 @@ class Member:
                 stderr=log,
             )
         assert self._process.stdout is not None, "piped"
-        line = (await asyncio.wait_for(self._process.stdout.readline(), READY_S)).decode()
+        async with asyncio.timeout(READY_S):
+            while (line := (await self._process.stdout.readline()).decode()).startswith("WARNING "):
+                pass  # of small caches, which are wanted here
         if not line.startswith("READY "):
             await self.process.wait()
             raise EOFError(f"{self.name} ended before it was ready: {self.log.read_text()[-500:]}")
