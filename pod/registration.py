@@ -70,9 +70,10 @@ class Registration:
         await asyncio.wait([ending])
 
     async def _end(self, remove: bool) -> None:
-        if self._task is None:
+        task, self._task = self._task, None
+        if task is None:
             return
-        await self._task
+        await task
         if remove:
             with contextlib.suppress(redis.RedisError, OSError):
                 await self._remove()

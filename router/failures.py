@@ -27,13 +27,24 @@ class Leg(enum.Enum):
     DECODE = "decode"
 
 
+class PodLost(PodUnavailable):
+    """The pod had the request, or may have had it, when it fell silent: the request may be why.
+
+    A plain PodUnavailable is a pod that never had it, or that itself said no.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`avoid` is excluded from this request's next attempts; `busy` only until something changes."""
+    """`avoid` is excluded from this request's next attempts; `busy` only until something changes.
+
+    `suspect`: the request may have broken something, so that it gets few attempts.
+    """
 
     retry: bool
     avoid: Leg | None = None
     busy: Leg | None = None
+    suspect: bool = True
 
 
 # Which pod was being spoken to.
@@ -54,9 +65,9 @@ def judge(state: State, error: PdserveError) -> Verdict:
         return Verdict(retry=False)
     match error:
         case Overloaded():
-            return Verdict(retry=True, busy=leg)
+            return Verdict(retry=True, busy=leg, suspect=False)
         case PodUnavailable() | InternalError():
-            return Verdict(retry=True, avoid=leg)
+            return Verdict(retry=True, avoid=leg, suspect=isinstance(error, PodLost | InternalError))
         case PeerLost() | LayoutMismatch():
             return Verdict(retry=True, avoid=Leg.PREFILL)  # the decode pod says that it cannot read from there
         case InvalidRequest():

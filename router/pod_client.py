@@ -1,7 +1,8 @@
 """Calls to one incarnation (id and epoch) of one pod. Everything that goes wrong comes out as a `PdserveError`.
 
-A status that the pod did not raise itself (a dead process, a broken link, a timeout of ours) is `PodUnavailable` with
-this pod's id. A pod that is lost fails every call under way at once: gRPC alone would wait for a hung process.
+A status that the pod did not raise itself (a broken link, a timeout of ours) is `PodLost` with this pod's id, or
+`PodUnavailable` when nobody listened at its address. A pod that is lost fails every call under way at once: gRPC alone
+would wait for a hung process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from proto import pods_pb2, pods_pb2_grpc
 from proto.errors import TRAILER, PdserveError, PodUnavailable, from_rpc
 from proto.service import channel
 from router.background import current_task_is_cancelled
+from router.failures import PodLost
 from router.snapshot import PodView
 from router.token_stream import StreamReader
 
@@ -38,7 +40,7 @@ class PodCall(Generic[Response]):
         self._call.cancel()
 
     def lose(self, why: str) -> None:
-        """The pod is lost: `result()` raises PodUnavailable now."""
+        """The pod is lost: `result()` raises PodLost now."""
         self._lost = why
         self._call.cancel()
 
@@ -50,11 +52,16 @@ class PodCall(Generic[Response]):
         except asyncio.CancelledError:
             if self._lost is None or current_task_is_cancelled():
                 raise
-            raise PodUnavailable(self._lost, pod_id=self._client.pod.pod_id) from None
+            raise PodLost(self._lost, pod_id=self._client.pod.pod_id) from None
         else:
             return response
         finally:
             self._client.calls.discard(self)
+
+
+def _never_sent(error: grpc.aio.AioRpcError) -> bool:
+    """gRPC has no code for it; if its words change, such a failure merely counts against the request again."""
+    return (error.details() or "").startswith("failed to connect to all addresses")
 
 
 class PodClient:
@@ -82,7 +89,7 @@ class PodClient:
             return from_rpc(error, self.pod.pod_id)
         self._failed_at = self._clock()
         why = f"pod {self.pod.pod_id}: {error.code().name}: {error.details()}"
-        return PodUnavailable(why, pod_id=self.pod.pod_id)
+        return (PodUnavailable if _never_sent(error) else PodLost)(why, pod_id=self.pod.pod_id)
 
     def lose(self, why: str) -> None:
         """Fails all calls under way: the pod is gone, or does not speak."""

@@ -8,7 +8,9 @@ from router.lifecycle import State
 from router.policy import RoutingDecision
 from router.snapshot import PodKey
 
-MAX_FAILURES = 5  # attempts; a pod that was merely full does not count
+MAX_FAILURES = 5  # attempts that the request itself may have broken
+MAX_REFUSALS = 5  # attempts on pods that were gone or said no; more only while the request may still wait for room
+MAX_DOUBLINGS = 4  # of the pause after a failure: a wait must be worth more than one try
 MAX_BUGS = 2  # of them internal errors: a request that breaks engines must not visit them all
 BUSY_S = 0.2  # for so long a pod that had no room is not asked again; one that failed, twice as long each time
 DEADLINE_MARGIN_S = 0.05  # before the client's own timer, so that it hears why
@@ -23,6 +25,7 @@ class Retries:
         self._queue_wait_s = queue_wait_s
         self._deadline = deadline
         self._num_failures = 0
+        self._num_refusals = 0
         self._num_bugs = 0
         self._busy: dict[PodKey, float] = {}
         self._wait_until: float | None = None
@@ -51,10 +54,14 @@ class Retries:
             return True
         if (avoid := _key(verdict.avoid, decision)) is not None:
             self.avoid |= {avoid}
-            self._leave_alone(avoid, BUSY_S * 2**self._num_failures, now)
+            doublings = min(self._num_failures + self._num_refusals, MAX_DOUBLINGS)
+            self._leave_alone(avoid, BUSY_S * 2**doublings, now)
+        self._last_failure = error
+        if not verdict.suspect:
+            self._num_refusals += 1
+            return self._num_refusals < MAX_REFUSALS or self.wait_s(now) > 0
         self._num_failures += 1
         self._num_bugs += isinstance(error, InternalError)
-        self._last_failure = error
         return verdict.retry and self._num_failures < MAX_FAILURES and self._num_bugs < MAX_BUGS
 
     def _leave_alone(self, key: PodKey, pause_s: float, now: float) -> None:

@@ -20,6 +20,7 @@ import grpc.aio
 from proto import pods_pb2, pods_pb2_grpc
 from proto.errors import PdserveError, PodUnavailable, from_rpc
 from router.background import Background, current_task_is_cancelled
+from router.failures import PodLost
 from router.snapshot import PodView
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class SequenceStream:
         self._queue.put_nowait(item)
 
     async def next(self) -> pods_pb2.SequenceTokens:
-        """Raises PodUnavailable once the stream has broken."""
+        """Raises PodLost once the stream has broken."""
         item = await self._queue.get()
         if isinstance(item, PdserveError):
             raise item
@@ -176,7 +177,7 @@ class StreamReader:
             return
         log.warning("pod %s: %s; %d sequences on it", self._pod.pod_id, why, len(self._open))
         self.connected = False
-        error = PodUnavailable(f"pod {self._pod.pod_id}: {why}", pod_id=self._pod.pod_id)
+        error = PodLost(f"pod {self._pod.pod_id}: {why}", pod_id=self._pod.pod_id)
         for stream in self._open.values():
             stream.put(error)
         self._on_change(why)

@@ -11,15 +11,19 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import redis.asyncio
 
 from decode_service.servicer import DecodeService
 from pod.pod import Pod
+from prefill_service.servicer import PrefillService
 from proto import common_pb2, inference_pb2, inference_pb2_grpc
 from proto.errors import Cancelled, Overloaded, PodUnavailable
+from proto.registry import pod_key
 from proto.service import CHANNEL_OPTIONS
 from router.attempt import Attempt
 from router.lifecycle import State
 from router.request import Request
+from router.retries import MAX_FAILURES
 from tests.router.support import (
     SLOW_STEPS,
     Outcome,
@@ -33,8 +37,10 @@ from tests.router.support import (
     until,
 )
 from tests.router.test_end_to_end import assert_adds_up, assert_right
+from tests.support.ports import free_port
 from tests.support.registry import RegistryServer
 
+NUM_GONE = MAX_FAILURES + 3
 SLOW_PREFILL: dict[str, object] = {"fake_prefill_s_per_token": 0.002}
 
 
@@ -68,6 +74,46 @@ def kill_decode_pod(stack: Stack) -> Callable[[], Coroutine[Any, Any, None]]:
 
 
 # --- Decode pods ----------------------------------------------------------------------------------------------------
+
+
+async def test_more_pods_are_gone_than_attempts_are_allowed(registry_url: str, tmp_path: Path) -> None:
+    """A machine went down with all its prefill pods, whose records live on. They never had the request."""
+    async with running_stack(registry_url, tmp_path) as stack:
+        (gone, _) = stack.pods.pods
+        record = gone.record()
+        record.heartbeat, record.heartbeat_interval_s = 1, 60.0
+        await stack.pods.kill(gone)
+        async with redis.asyncio.from_url(registry_url) as registry:
+            for number in range(NUM_GONE):
+                record.pod_id, record.address = f"gone-{number}", f"127.0.0.1:{free_port()}"
+                await registry.set(pod_key(stack.pods.name, record.pod_id), record.SerializeToString(), px=60_000)
+        await until(lambda: len(list(stack.router.cluster.snapshot())) == NUM_GONE + 1)
+        outcome = await stack.generate(request := tokens_request(prompt_of(20)))
+        assert_right(outcome, request)
+        *failed, last = outcome.ledger.attempts
+        assert len({attempt.prefill_pod for attempt in failed}) == NUM_GONE > MAX_FAILURES
+        assert all("failed to connect" in attempt.failure for attempt in failed)
+        assert last.prefill_pod == ""
+        await stack.until_rest()
+
+
+async def test_a_request_that_kills_pods_does_not_visit_them_all(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took it, and were lost with it."""
+    async with running_stack(registry_url, tmp_path, prefill=MAX_FAILURES + 2) as stack:
+        killing: list[asyncio.Task[None]] = []
+
+        async def die(self: PrefillService, *_: Any) -> None:
+            (dying,) = (pod for pod in stack.pods.pods if pod.role is self)
+            killing.append(asyncio.create_task(stack.pods.kill(dying)))
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(PrefillService, "_prefill", die)
+        with pytest.raises(PodUnavailable):
+            await stack.generate(tokens_request(prompt_of(20)))
+        await asyncio.gather(*killing)
+        assert len(killing) == MAX_FAILURES
 
 
 @pytest.mark.parametrize("prefill", [0, 1])

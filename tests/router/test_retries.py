@@ -18,10 +18,10 @@ from proto.errors import (
     PeerLost,
     PodUnavailable,
 )
-from router.failures import Leg, Verdict, judge
+from router.failures import Leg, PodLost, Verdict, judge
 from router.lifecycle import State
 from router.policy import RoutingDecision
-from router.retries import MAX_BUGS, MAX_FAILURES, Retries
+from router.retries import MAX_BUGS, MAX_FAILURES, MAX_REFUSALS, Retries
 from tests.router.test_policy import decode, prefill
 
 DECISION = RoutingDecision(
@@ -33,10 +33,10 @@ P, D = ("p", "e1"), ("d", "e1")
 @pytest.mark.parametrize(
     ("state", "error", "verdict"),
     [
-        (State.RESERVING, PodUnavailable("x"), Verdict(True, avoid=Leg.DECODE)),
-        (State.PREFILLING, PodUnavailable("x"), Verdict(True, avoid=Leg.PREFILL)),
-        (State.HANDING_OFF, PodUnavailable("x"), Verdict(True, avoid=Leg.DECODE)),
-        (State.TRANSFERRING, PodUnavailable("x"), Verdict(True, avoid=Leg.DECODE)),
+        (State.RESERVING, PodUnavailable("x"), Verdict(True, avoid=Leg.DECODE, suspect=False)),
+        (State.PREFILLING, PodUnavailable("x"), Verdict(True, avoid=Leg.PREFILL, suspect=False)),
+        (State.HANDING_OFF, PodLost("x"), Verdict(True, avoid=Leg.DECODE)),
+        (State.TRANSFERRING, PodLost("x"), Verdict(True, avoid=Leg.DECODE)),
         (State.DECODING, InternalError("x"), Verdict(True, avoid=Leg.DECODE)),
         (State.TRANSFERRING, PeerLost("x"), Verdict(True, avoid=Leg.PREFILL)),
         (State.TRANSFERRING, LayoutMismatch("x"), Verdict(True, avoid=Leg.PREFILL)),
@@ -44,8 +44,8 @@ P, D = ("p", "e1"), ("d", "e1")
         (State.HANDING_OFF, LeaseExpired("x"), Verdict(True)),
         (State.HANDING_OFF, NotFound("x"), Verdict(True)),
         (State.DECODING, Cancelled("x"), Verdict(True)),
-        (State.RESERVING, Overloaded("x"), Verdict(True, busy=Leg.DECODE)),
-        (State.PREFILLING, Overloaded("x"), Verdict(True, busy=Leg.PREFILL)),
+        (State.RESERVING, Overloaded("x"), Verdict(True, busy=Leg.DECODE, suspect=False)),
+        (State.PREFILLING, Overloaded("x"), Verdict(True, busy=Leg.PREFILL, suspect=False)),
         (State.PREFILLING, InvalidRequest("x"), Verdict(False)),
         (State.QUEUED, Overloaded("x"), Verdict(False)),
     ],
@@ -54,11 +54,35 @@ def test_verdicts(state: State, error: PdserveError, verdict: Verdict) -> None:
     assert judge(state, error) == verdict
 
 
-def test_failures_are_bounded() -> None:
+def test_failures_that_the_request_may_have_caused_are_bounded() -> None:
     retries = Retries(5.0, None)
-    results = [retries.should_retry(State.DECODING, PodUnavailable("x"), DECISION, 0.0) for _ in range(MAX_FAILURES)]
+    results = [retries.should_retry(State.DECODING, PodLost("x"), DECISION, 0.0) for _ in range(MAX_FAILURES)]
     assert results == [True] * (MAX_FAILURES - 1) + [False]
     assert retries.avoid == {D}
+
+
+def test_pods_that_were_gone_or_said_no_are_bounded_by_time() -> None:
+    retries = Retries(5.0, None)
+    assert retries.wait_s(10.0) == 5.0
+    for _ in range(3 * MAX_REFUSALS):
+        assert retries.should_retry(State.PREFILLING, PodUnavailable("x"), DECISION, 14.9)
+    assert not retries.should_retry(State.PREFILLING, PodUnavailable("x"), DECISION, 15.0)
+
+
+def test_a_pod_that_says_no_late_is_not_the_end() -> None:
+    """The wait for room is over, by computing on a pod that then was told to stop."""
+    retries = Retries(5.0, None)
+    assert retries.wait_s(10.0) == 5.0
+    results = [retries.should_retry(State.DECODING, PodUnavailable("x"), DECISION, 99.0) for _ in range(MAX_REFUSALS)]
+    assert results == [True] * (MAX_REFUSALS - 1) + [False]
+
+
+def test_refusals_do_not_use_up_the_attempts_of_failures() -> None:
+    retries = Retries(5.0, None)
+    for _ in range(3 * MAX_REFUSALS):
+        retries.should_retry(State.RESERVING, PodUnavailable("x"), DECISION, 0.0)
+    results = [retries.should_retry(State.DECODING, PodLost("x"), DECISION, 0.0) for _ in range(MAX_FAILURES)]
+    assert results == [True] * (MAX_FAILURES - 1) + [False]
 
 
 def test_a_request_that_breaks_engines_does_not_visit_them_all() -> None:
@@ -80,7 +104,7 @@ def test_a_full_pod_is_left_alone_for_a_moment_and_not_counted() -> None:
 def test_a_pod_that_failed_is_left_alone_for_longer_each_time() -> None:
     """Refusals that take no time must leave time for another pod to be seen."""
     retries, now = Retries(5.0, None), 10.0
-    for pause_s in (0.2, 0.4, 0.8, 1.6):
+    for pause_s in (0.2, 0.4, 0.8, 1.6, 3.2, 3.2):
         assert retries.should_retry(State.RESERVING, PodUnavailable("draining"), DECISION, now)
         assert retries.pause_s == pytest.approx(pause_s)
         assert retries.busy(now + pause_s - 0.01) == {D}
