@@ -48,45 +48,68 @@ struct DecodeGroup {
     return d + LANES <= head_dim ? load(p + d) : load_first(p + d, head_dim - d);
   }
 
-  // Scores of KEYS keys at once: enough independent sums to hide the latency of a multiply-add.
+  // Lanes of the scores of KEYS keys at once: enough independent sums to hide the latency of a multiply-add.
   template <int KEYS>
-  void score_keys(const Place* places, int64_t i) {
-    Vec dots[KEYS][G] = {};
+  void score_keys(const Place* places, int64_t i, Vec (*lanes)[DECODE_TILE]) const {
+    Vec dots[KEYS][G];
+    for (int key = 0; key < KEYS; key++)
+      for (int g = 0; g < G; g++) dots[key][g] = Vec{};
     for (int64_t d = 0; d < head_dim; d += LANES)
       for (int key = 0; key < KEYS; key++) {
         const Vec k = load_chunk(context.k + places[i + key].row, d);
         for (int g = 0; g < G; g++) dots[key][g] += load(q[g] + d) * k;
       }
     for (int key = 0; key < KEYS; key++)
-      for (int g = 0; g < G; g++) scores[g][i + key] = sum(dots[key][g]);
+      for (int g = 0; g < G; g++) lanes[g][i + key] = dots[key][g];
   }
 
   // Blocks lie far apart, where the processor's own prefetching does not follow: the next tile's K is fetched while
   // this one's is used, and its V likewise in `accumulate`.
   void score(const Tile& tile, const Tile& next) {
     constexpr int KEYS = G >= 5 ? 1 : 8 / G;
+    Vec lanes[G][DECODE_TILE];
     int64_t i = 0;
     for (; i + KEYS <= tile.count; i += KEYS) {
       for (int64_t key = i; key < min(i + KEYS, next.count); key++) prefetch_row(context.k + next.places[key].row);
-      score_keys<KEYS>(tile.places, i);
+      score_keys<KEYS>(tile.places, i, lanes);
     }
-    for (; i < tile.count; i++) score_keys<1>(tile.places, i);
+    for (; i < tile.count; i++) score_keys<1>(tile.places, i, lanes);
+    for (int g = 0; g < G; g++)
+      for (i = 0; i < tile.count; i += LANES) store(scores[g] + i, sums_of(lanes[g] + i));
   }
 
   void prefetch_row(const E* row) const {
     for (int64_t d = 0; d < head_dim; d += PER_LINE) __builtin_prefetch(row + d);
   }
 
+  // Adds up CHUNKS chunks of every V from column d on.
+  template <int CHUNKS>
   void accumulate(const Tile& tile, const Tile& next, int64_t d) {
-    Vec sums[G];
-    for (int g = 0; g < G; g++) sums[g] = load(acc[g] + d) * factors[g];
-    const int64_t num_fetched = d % PER_LINE ? 0 : next.count;
+    Vec sums[CHUNKS][G];
+    for (int c = 0; c < CHUNKS; c++)
+      for (int g = 0; g < G; g++) sums[c][g] = load(acc[g] + d + c * LANES) * factors[g];
     for (int64_t i = 0; i < tile.count; i++) {
-      if (i < num_fetched) __builtin_prefetch(context.v + next.places[i].row + d);
-      const Vec v = load_chunk(context.v + tile.places[i].row, d);
-      for (int g = 0; g < G; g++) sums[g] += v * scores[g][i];
+      if (i < next.count) prefetch_chunks<CHUNKS>(context.v + next.places[i].row, d);
+      for (int c = 0; c < CHUNKS; c++) {
+        const Vec v = load_chunk(context.v + tile.places[i].row, d + c * LANES);
+        for (int g = 0; g < G; g++) sums[c][g] += v * scores[g][i];
+      }
     }
-    for (int g = 0; g < G; g++) store(acc[g] + d, sums[g]);
+    for (int c = 0; c < CHUNKS; c++)
+      for (int g = 0; g < G; g++) store(acc[g] + d + c * LANES, sums[c][g]);
+  }
+
+  template <int CHUNKS>
+  static void prefetch_chunks(const E* row, int64_t d) {
+    for (int64_t at = d; at < d + CHUNKS * LANES; at += LANES)
+      if (at % PER_LINE == 0) __builtin_prefetch(row + at);
+  }
+
+  void accumulate(const Tile& tile, const Tile& next) {
+    constexpr int CHUNKS = G == 1 ? 8 : G <= 3 ? 4 : G <= 6 ? 2 : 1;  // sums that hide the latency and fit the registers
+    int64_t d = 0;
+    for (; d + CHUNKS * LANES <= head_dim; d += CHUNKS * LANES) accumulate<CHUNKS>(tile, next, d);
+    for (; d < head_dim; d += LANES) accumulate<1>(tile, next, d);
   }
 
   Tile tile_at(int64_t begin, int64_t context_len) const {
@@ -117,7 +140,7 @@ struct DecodeGroup {
       for (int g = 0; g < G; g++) cap_scores(scores[g], tile.count, scoring.soft_cap);
       for (int g = 0; g < G; g++) factors[g] = softmax[g].update(scores[g], tile.count);
       apply_scales(context.v_scales, tile, next);
-      for (int64_t d = 0; d < head_dim; d += LANES) accumulate(tile, next, d);
+      accumulate(tile, next);
       tile = next;
     }
   }
