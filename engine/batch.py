@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.sequence import FinishReason, SampledToken, SamplingParams
 
@@ -93,8 +93,7 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One token of one sequence; a step gives several when drafts were right. Times are the engine clock's seconds."""
 
     sequence_id: str

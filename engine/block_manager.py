@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import KeysView
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.batch import BlockCopy
@@ -49,10 +49,16 @@ class Generations(Protocol):
 
 @dataclass(slots=True)
 class _Table:
-    """Blocks of one sequence in token order; the first `num_committed` are named in the prefix cache."""
+    """Blocks of one sequence in token order; the first `num_committed` are named in the prefix cache.
 
-    blocks: list[int] = field(default_factory=list)
+    A change of the table replaces `blocks`: whoever has the tuple of an earlier step sees at a glance that it is new.
+    """
+
+    blocks: tuple[int, ...] = ()
     num_committed: int = 0
+
+    def put(self, index: int, block: int) -> None:
+        self.blocks = (*self.blocks[:index], block, *self.blocks[index + 1 :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +117,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def table(self, sequence_id: str) -> tuple[int, ...]:
-        """Blocks in token order. KeyError: it owns none."""
-        return tuple(self._tables[sequence_id].blocks)
+        """Blocks in token order, the same object as long as they are the same. KeyError: it owns none."""
+        return self._tables[sequence_id].blocks
 
     def generations(self, sequence_id: str) -> tuple[int, ...]:
         """Of `table(sequence_id)`'s blocks."""
@@ -144,23 +150,26 @@ class BlockManager:
         for block in matched:
             self._reference(block)
         fresh = [self._take() for _ in range(demand.num_blocks - len(matched))]
-        self._tables[sequence_id] = _Table([*matched, *fresh], len(matched))
+        self._tables[sequence_id] = _Table((*matched, *fresh), len(matched))
         return min(len(matched) * self.block_size, demand.max_cached_tokens)
 
     def grow(self, sequence_id: str, num_tokens: int) -> bool:
         """Extends the table to cover `num_tokens`. False, and nothing changed, when too few blocks are free."""
         table = self._tables[sequence_id]
         num_missing = self.blocks_for(num_tokens) - len(table.blocks)
+        if num_missing <= 0:
+            return True
         if num_missing > self.num_free:
             return False
-        table.blocks.extend(self._take() for _ in range(num_missing))
+        table.blocks += tuple(self._take() for _ in range(num_missing))
         return True
 
     def shrink(self, sequence_id: str, num_blocks: int) -> None:
         """Gives back the blocks past the first `num_blocks`; nothing worth keeping was written there."""
         table = self._tables[sequence_id]
-        while len(table.blocks) > num_blocks:
-            self._release(table.blocks.pop())
+        table.blocks, surplus = table.blocks[:num_blocks], table.blocks[num_blocks:]
+        for block in reversed(surplus):
+            self._release(block)
 
     def make_writable(self, sequence_id: str, start: int, end: int) -> list[BlockCopy]:
         """Replaces blocks under tokens start .. end - 1 that are shared or hashed; the runner must copy them first.
@@ -175,7 +184,7 @@ class BlockManager:
             if self._num_refs[source] == 1 and source not in self._hash_of:
                 continue
             target = self._take()
-            table.blocks[index] = target
+            table.put(index, target)
             table.num_committed = min(table.num_committed, index)
             self._release(source)
             copies.append(BlockCopy(source, target))
@@ -192,7 +201,7 @@ class BlockManager:
             if named == block:
                 self._hash_of[block] = block_hash
             else:
-                table.blocks[index] = named
+                table.put(index, named)
                 self._reference(named)
                 self._release(block)
         table.num_committed = max(table.num_committed, len(hashes))

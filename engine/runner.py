@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from engine.batch import Batch, ModelInfo, ScheduledSequence
 from engine.checkpoint import model_info
 from engine.decode_graphs import Capture, DecodeGraphs
+from engine.decode_rows import DecodeRows, only_decodes
 from engine.device import capture_progress, device_capture, uploaded
 from engine.kv_cache import kv_cache
 from engine.model import Model
@@ -49,6 +50,7 @@ class TorchRunner:
     ) -> None:
         self._model_info = model_info(model_dir, dtype, kv_dtype=kv_dtype, quantization=quantization)
         self._block_size = block_size
+        self._decode_rows = DecodeRows(block_size)
         self._num_threads = num_threads
         self._kv = kv_cache(kv_memory, self._model_info, block_size)
         torch.set_num_threads(num_threads)
@@ -67,6 +69,9 @@ class TorchRunner:
         self._kv.copy_blocks(batch.copies)
         if not batch.sequences:
             return []
+        if only_decodes(batch.sequences):
+            logits = self._logits(self._decode_rows.batch(batch.sequences))
+            return [(token,) for token in sample(logits, batch.sequences, self._model_info.eos_token_ids)]
         decodes_first = sorted(range(len(batch.sequences)), key=lambda i: len(batch.sequences[i].token_ids) > 1)
         ordered = [batch.sequences[i] for i in decodes_first]
         logits = self._logits(flatten(ordered, self._block_size))

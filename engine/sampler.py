@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -23,28 +24,27 @@ from kernels.uniform import uniform
 GREEDY_BELOW = 1e-5  # a temperature at which float32 probabilities are 0 or 1
 
 
+class Row(Protocol):
+    """How to draw one row. The length of `output_ids` is the output position of the token drawn."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def prompt_ids(self) -> Seq[int]: ...
+    @property
+    def output_ids(self) -> Seq[int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """How to draw one row. The length of `output_ids` is the output position of the token drawn."""
+    """A row that is no scheduled sequence as it stands: one after a draft."""
 
     params: SamplingParams
     prompt_ids: Seq[int]
     output_ids: Seq[int]
 
-    @property
-    def shapes_logits(self) -> bool:
-        """Whether the arg-max of the raw logits may not be the greedy choice."""
-        p = self.params
-        return (
-            p.repetition_penalty != 1.0
-            or p.presence_penalty != 0.0
-            or p.frequency_penalty != 0.0
-            or bool(p.logit_bias)
-            or len(self.output_ids) < p.min_tokens
-        )
 
-
-def sample(logits: torch.Tensor, rows: Seq[SampleRow], eos_token_ids: frozenset[int]) -> list[SampledToken]:
+def sample(logits: torch.Tensor, rows: Seq[Row], eos_token_ids: frozenset[int]) -> list[SampledToken]:
     """One token a row. logits: float32 [B, V], left as they are. Temperature 0, or near it, is greedy.
 
     Before a row's `min_tokens` neither its stop ids nor `eos_token_ids` can be drawn. Raises IndexError for a logit
@@ -61,9 +61,9 @@ def sample(logits: torch.Tensor, rows: Seq[SampleRow], eos_token_ids: frozenset[
     return _with_logprobs(logits, tokens, rows)
 
 
-def _shaped(logits: torch.Tensor, rows: Seq[SampleRow], eos_token_ids: frozenset[int]) -> torch.Tensor:
+def _shaped(logits: torch.Tensor, rows: Seq[Row], eos_token_ids: frozenset[int]) -> torch.Tensor:
     """`logits` itself when no row changes them, else a copy with penalties, bias and bans applied."""
-    if not any(row.shapes_logits for row in rows):
+    if not any(map(_shapes_logits, rows)):
         return logits
     shaped = logits.clone()
     params = [row.params for row in rows]
@@ -80,7 +80,19 @@ def _shaped(logits: torch.Tensor, rows: Seq[SampleRow], eos_token_ids: frozenset
     return shaped
 
 
-def _drawn(logits: torch.Tensor, rows: Seq[SampleRow]) -> torch.Tensor:
+def _shapes_logits(row: Row) -> bool:
+    """Whether the arg-max of the raw logits may not be the greedy choice."""
+    p = row.params
+    return (
+        p.repetition_penalty != 1.0
+        or p.presence_penalty != 0.0
+        or p.frequency_penalty != 0.0
+        or bool(p.logit_bias)
+        or len(row.output_ids) < p.min_tokens
+    )
+
+
+def _drawn(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
     """int64 [B]. logits: float32 [B, V]; no row's temperature is near 0."""
     params = [row.params for row in rows]
     return draw_filtered(
@@ -93,7 +105,7 @@ def _drawn(logits: torch.Tensor, rows: Seq[SampleRow]) -> torch.Tensor:
     )
 
 
-def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: Seq[SampleRow]) -> list[SampledToken]:
+def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: Seq[Row]) -> list[SampledToken]:
     sampled = [SampledToken(token) for token in tokens.tolist()]
     for i, row in enumerate(rows):
         if (count := row.params.num_logprobs) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class FinishReason(enum.Enum):
@@ -57,14 +58,12 @@ class SequenceSpec:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(NamedTuple):
     token_id: int
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One sampled token; `top` is empty unless logprobs were asked for."""
 
     token_id: int

@@ -95,7 +95,8 @@ class EngineThread:
     def _main(self) -> None:
         try:
             while (commands := self._next_commands()) is not None:
-                self._run(commands)
+                if commands:
+                    self._run(commands)
                 self._step()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the loop must learn that the engine is gone
             self._to_loop(self._crashed, error)
