@@ -17,7 +17,7 @@ from bench.kernels import roofline
 from bench.kernels.gpu_peers import Paged, decode_peers, prefill_peers
 from bench.kernels.model_shapes import ModelShape
 from bench.kernels.roofline import BFLOAT16, INT4, INT4_GROUP, KV8, Step, Work
-from kernels import block_copy, kv_write, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul
+from kernels import block_copy, gates, kv_write, paged_decode, paged_prefill, rms_norm, rope, sampling
 from kernels.kv_cache import PagedKV
 from kernels.linear import LinearWeights, linear
 from kernels.quantized import PANEL, STEP, QuantizedMatrix
@@ -216,7 +216,7 @@ def _gate(shape: ModelShape, tokens: int, device: torch.device) -> Case:
         roofline.silu_mul(shape, tokens),
         f"{tokens} rows",
         {
-            OURS: partial(silu_mul.silu_mul, gate_up),
+            OURS: partial(gates.silu_mul, gate_up),
             "torch": lambda: F.silu(gate_up[:, : shape.inner]) * gate_up[:, shape.inner :],
         },
     )

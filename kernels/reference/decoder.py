@@ -20,7 +20,7 @@ from kernels.decoder import (
 )
 from kernels.decoder import run_stages as run_stages_op
 from kernels.flat_batch import FlatBatch
-from kernels.gelu_mul import gelu_mul
+from kernels.gates import gelu_mul, silu_mul
 from kernels.kv_cache import PagedKV
 from kernels.kv_write import kv_write
 from kernels.linear import linear
@@ -28,7 +28,6 @@ from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.rope import rope
-from kernels.silu_mul import silu_mul
 
 _GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 

@@ -12,7 +12,7 @@ import pytest
 from kernels.cpu import (
     block_copy,
     decoder,
-    gelu_mul,
+    gates,
     kv_write,
     library,
     linear,
@@ -21,14 +21,13 @@ from kernels.cpu import (
     rms_norm,
     rope,
     sampling,
-    silu_mul,
 )
 from kernels.dispatch import Backend
 
 _CPU_MODULES = (
     block_copy,
     decoder,
-    gelu_mul,
+    gates,
     kv_write,
     linear,
     paged_decode,
@@ -36,7 +35,6 @@ _CPU_MODULES = (
     rms_norm,
     rope,
     sampling,
-    silu_mul,
 )
 _ISAS = ("baseline", "avx2", "avx512")
 

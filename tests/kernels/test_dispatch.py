@@ -11,7 +11,7 @@ import torch
 
 from kernels import dispatch
 from kernels.dispatch import implementation
-from kernels.silu_mul import silu_mul
+from kernels.gates import silu_mul
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ from kernels.silu_mul import silu_mul
     [(torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.float16, "reference"), (torch.float64, "reference")],
 )
 def test_cpu_tensors_go_to_the_compiled_kernels_where_they_have_the_dtype(dtype: torch.dtype, folder: str) -> None:
-    chosen = implementation("silu_mul", "silu_mul", torch.zeros(1, dtype=dtype), None)
-    assert chosen.__module__ == f"kernels.{folder}.silu_mul"
+    chosen = implementation("gates", "silu_mul", torch.zeros(1, dtype=dtype), None)
+    assert chosen.__module__ == f"kernels.{folder}.gates"
 
 
 def test_other_devices() -> None:
@@ -64,7 +64,7 @@ def test_a_machine_without_a_compiler_computes_with_the_reference(
 
 
 def test_importing_the_ops_imports_neither_triton_nor_the_library() -> None:
-    ops = "block_copy, gelu_mul, kv_write, linear, paged_decode, paged_prefill, rms_norm, rope, sampling, silu_mul"
+    ops = "block_copy, gates, kv_write, linear, paged_decode, paged_prefill, rms_norm, rope, sampling"
     heavy = ("triton", "kernels.cpu.library")
     source = f"from kernels import {ops}; import sys; print([m for m in {heavy} if m in sys.modules])"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

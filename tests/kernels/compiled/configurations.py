@@ -15,7 +15,7 @@ import torch
 from bench.kernels.model_shapes import GEMMA_2_9B, LLAMA_3_8B, LLAMA_3_70B, SMOLLM2_135M, ModelShape
 from kernels import (
     block_copy,
-    gelu_mul,
+    gates,
     kv_write,
     linear,
     paged_decode,
@@ -23,7 +23,6 @@ from kernels import (
     rms_norm,
     rope,
     sampling,
-    silu_mul,
 )
 from kernels.kv_cache import QUANTISED_DTYPES, PagedKV
 from kernels.quantized import PANEL, STEP, QuantizedMatrix
@@ -112,8 +111,8 @@ def _rowwise() -> Iterator[Configuration]:
         ("rms_norm", _rms_norm),
         ("fused_add_rms_norm", _fused_add_rms_norm),
         ("rope", _rope),
-        ("silu_mul", partial(_gate, silu_mul.silu_mul)),
-        ("gelu_mul", partial(_gate, gelu_mul.gelu_mul)),
+        ("silu_mul", partial(_gate, gates.silu_mul)),
+        ("gelu_mul", partial(_gate, gates.gelu_mul)),
     )
     for shape, (op, launch) in itertools.product((LLAMA_3_8B, SMOLLM2_135M), ops):
         yield Configuration(

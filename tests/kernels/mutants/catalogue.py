@@ -173,16 +173,12 @@ MUTANTS = [
         ("K's stride is Q's", "rotate_heads(k_ptr + token * k_stride", "rotate_heads(k_ptr + token * q_stride * 0"),
     ),
     *_of(
-        "silu_mul",
+        "gates",
         ("no tail mask", "mask = column < columns", "mask = column < columns + 1"),
-        ("gate and up swapped", "gate / (1.0 + tl.exp(-gate)) * up", "up / (1.0 + tl.exp(-up)) * gate"),
+        ("silu: gate and up swapped", "gate / (1.0 + tl.exp(-gate)) * up", "up / (1.0 + tl.exp(-up)) * gate"),
         ("up's columns", "row_stride + columns + column", "row_stride + column"),
-    ),
-    *_of(
-        "gelu_mul",
-        ("square for a cube", "0.044715 * gate * gate * gate", "0.044715 * gate * gate"),
-        ("sign lost", "tl.where(twice > 0, 1.0, small)", "1.0"),
-        ("no tail mask", "mask = column < columns", "mask = column < columns + 1"),
+        ("gelu: square for a cube", "0.044715 * gate * gate * gate", "0.044715 * gate * gate"),
+        ("gelu: sign lost", "tl.where(twice > 0, 1.0, small)", "1.0"),
     ),
     *_of(
         "sampling",

@@ -1,12 +1,19 @@
-"""Reference of kernels/gelu_mul.py."""
+"""Reference of kernels/gates.py."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 
 from kernels.reference.precision import widened
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """Fills out [T, F]."""
+    gate, up = widened(gate_up).chunk(2, dim=-1)
+    out.copy_(F.silu(gate) * up)
 
 
 def gelu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
