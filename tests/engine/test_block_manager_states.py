@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -19,11 +18,16 @@ from hypothesis.stateful import (
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
 from engine.block_hash import extend_hashes
 from engine.block_manager import BlockManager, Demand
+from tests.engine.machines import (
+    allocate_and_name_at_once,
+    explore,
+    find_planted,
+    take_without_growing_the_generation,
+)
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 7
@@ -177,47 +181,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.blocks.num_free == NUM_BLOCKS
 
 
-def explore(max_examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
-    run_state_machine_as_test(
-        BlockManagerMachine,
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
-            phases=phases,
-            report_multiple_bugs=False,
-        ),
-    )
-
-
 def test_any_order_of_calls() -> None:
-    explore(100)
-
-
-def take_without_growing_the_generation(self: BlockManager) -> int:
-    block = self._free.popleft() if self._free else self._evict()
-    self._num_refs[block] = 1
-    return block
+    explore(BlockManagerMachine, 100)
 
 
 def never_copy(self: BlockManager, sequence_id: str, start: int, end: int) -> list[object]:
     return []
 
 
-def allocate_and_name_at_once(self: BlockManager, sequence_id: str, demand: Demand) -> int | None:
-    num_cached = allocate(self, sequence_id, demand)
-    if num_cached is not None:
-        self.commit(sequence_id, demand.hashes)
-    return num_cached
-
-
 def free_first_to_last(self: BlockManager, sequence_id: str) -> None:
     for block in self._tables.pop(sequence_id).blocks:
         self._release(block)
-
-
-allocate = BlockManager.allocate
 
 
 @pytest.mark.parametrize(
@@ -234,4 +208,4 @@ def test_a_planted_bug_is_noticed(
 ) -> None:
     monkeypatch.setattr(BlockManager, method, planted)
     with pytest.raises(AssertionError, match=complaint):
-        explore(4000, (Phase.generate,))  # ends at the first; what is drawn depends on which modules are loaded
+        find_planted(BlockManagerMachine)

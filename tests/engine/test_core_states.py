@@ -9,15 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import engine.fake
 from engine.batch import Batch, HeldBlocks, Reservation
-from engine.block_manager import BlockManager, Demand
+from engine.block_manager import BlockManager
 from engine.fake import FakeProposer, FakeRunner
 from engine.sequence import FinishReason, SampledToken, SequenceSpec
+from tests.engine.machines import (
+    allocate_and_name_at_once,
+    explore,
+    find_planted,
+    take_without_growing_the_generation,
+)
 from tests.engine.pure import FakePod, Oracle, spec
 
 BLOCK_SIZE = 2
@@ -172,38 +177,11 @@ class TwoPods(RuleBasedStateMachine):
         self.decode.assert_idle()
 
 
-def explore(max_examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
-    run_state_machine_as_test(
-        TwoPods,
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=50,
-            deadline=None,
-            derandomize=True,
-            phases=phases,
-            report_multiple_bugs=False,
-        ),
-    )
-
-
 def test_any_order_of_calls() -> None:
-    explore(100)
+    explore(TwoPods, 100)
 
 
-def take_without_growing_the_generation(self: BlockManager) -> int:
-    block = self._free.popleft() if self._free else self._evict()
-    self._num_refs[block] = 1
-    return block
-
-
-allocate, execute, table = BlockManager.allocate, FakeRunner.execute, BlockManager.table
-
-
-def allocate_and_name_at_once(self: BlockManager, sequence_id: str, demand: Demand) -> int | None:
-    num_cached = allocate(self, sequence_id, demand)
-    if num_cached is not None:
-        self.commit(sequence_id, demand.hashes)
-    return num_cached
+execute, table = FakeRunner.execute, BlockManager.table
 
 
 def accept_every_draft(draft_ids: tuple[int, ...], drawn: list[SampledToken]) -> tuple[SampledToken, ...]:
@@ -234,7 +212,7 @@ def test_a_planted_bug_gives_a_wrong_answer(
 ) -> None:
     monkeypatch.setattr(owner, method, planted)
     with pytest.raises(AssertionError, match="is wrong"):
-        explore(4000, (Phase.generate,))  # ends at the first; what is drawn depends on which modules are loaded
+        find_planted(TwoPods)
 
 
 def hand_off_after_the_lease_expired() -> None:

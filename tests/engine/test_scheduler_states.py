@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceSpec
+from tests.engine.machines import explore
 from tests.engine.pure import spec
 
 BLOCK_SIZE = 2
@@ -130,7 +130,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def test_any_order_of_calls() -> None:
-    run_state_machine_as_test(
-        SchedulerMachine,
-        settings=settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True),
-    )
+    explore(SchedulerMachine, 80)

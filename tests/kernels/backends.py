@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 
-from kernels.cpu import (
-    block_copy,
-    decoder,
-    gates,
-    kv_write,
-    library,
-    linear,
-    paged_decode,
-    paged_prefill,
-    rms_norm,
-    rope,
-    sampling,
-)
+import kernels.cpu
+from kernels.cpu import library
 from kernels.dispatch import Backend
 
-_CPU_MODULES = (
-    block_copy,
-    decoder,
-    gates,
-    kv_write,
-    linear,
-    paged_decode,
-    paged_prefill,
-    rms_norm,
-    rope,
-    sampling,
-)
+_MODULES = [importlib.import_module(f"kernels.cpu.{each.name}") for each in pkgutil.iter_modules(kernels.cpu.__path__)]
+_CALLERS = [module for module in _MODULES if module is not library and hasattr(module, "library")]
 _ISAS = ("baseline", "avx2", "avx512")
 
 
@@ -59,6 +40,6 @@ def using(implementation: str) -> Iterator[Backend]:
     backend, _, isa = implementation.partition(" ")
     with contextlib.ExitStack() as stack:
         if isa:
-            for module in _CPU_MODULES:
+            for module in _CALLERS:
                 stack.enter_context(mock.patch.object(module, "library", return_value=_load(isa)))
         yield "cpu" if backend == "cpu" else "reference"

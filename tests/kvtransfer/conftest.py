@@ -1,14 +1,15 @@
-"""Fixtures of the pull tests; and asserts of shared suites explain themselves only when pytest rewrites them."""
+"""Fixtures of the pull tests and of the shm backend; and asserts of shared suites, which explain themselves only rewritten."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from kvtransfer.agent import Agent
     from tests.kvtransfer.pods import Pods
 
 pytest.register_assert_rewrite(
@@ -36,3 +37,21 @@ async def faulty(runtime_dir: Path, no_leaked_tasks: None) -> AsyncIterator[Pods
     pods = make_pods("inproc", runtime_dir)
     yield pods
     await close_pods(pods)
+
+
+@pytest.fixture
+def target(runtime_dir: Path) -> Iterator[Agent]:
+    yield from _shm_agent("target", runtime_dir)
+
+
+@pytest.fixture
+def other(runtime_dir: Path) -> Iterator[Agent]:
+    yield from _shm_agent("other", runtime_dir)
+
+
+def _shm_agent(name: str, runtime_dir: Path) -> Iterator[Agent]:
+    from tests.kvtransfer.support import shm_agent
+
+    agent = shm_agent(name, runtime_dir)
+    yield agent
+    agent.close()

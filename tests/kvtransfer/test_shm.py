@@ -8,7 +8,6 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,20 +24,6 @@ from kvtransfer.memory import allocate, shared_files
 from tests.kvtransfer.support import PeerProcess, drain, shm_agent, until
 
 SIZE = 1 << 16
-
-
-@pytest.fixture
-def target(runtime_dir: Path) -> Iterator[Agent]:
-    agent = shm_agent("target", runtime_dir)
-    yield agent
-    agent.close()
-
-
-@pytest.fixture
-def other(runtime_dir: Path) -> Iterator[Agent]:
-    agent = shm_agent("other", runtime_dir)
-    yield agent
-    agent.close()
 
 
 # --- memory ---

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,23 +20,9 @@ from kvtransfer.backends import shm_wire as wire
 from kvtransfer.backends.shm import parse_connection_info
 from kvtransfer.descs import MemType, XferDescs
 from kvtransfer.memory import allocate
-from tests.kvtransfer.support import drain, shm_agent
+from tests.kvtransfer.support import drain
 
 SIZE = 1 << 16
-
-
-@pytest.fixture
-def target(runtime_dir: Path) -> Iterator[Agent]:
-    agent = shm_agent("target", runtime_dir)
-    yield agent
-    agent.close()
-
-
-@pytest.fixture
-def other(runtime_dir: Path) -> Iterator[Agent]:
-    agent = shm_agent("other", runtime_dir)
-    yield agent
-    agent.close()
 
 
 def raw_connection(agent: Agent) -> socket.socket:
