@@ -1,4 +1,4 @@
-"""Fixtures of the pull tests and of the shm backend; and asserts of shared suites, which explain themselves only rewritten."""
+"""Fixtures of the pull and shm tests. Asserts of shared suites explain themselves only when pytest rewrites them."""
 
 from __future__ import annotations
 
