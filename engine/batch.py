@@ -75,7 +75,7 @@ class ModelInfo:
     num_kv_heads: int
     head_dim: int
     dtype: str  # of activations
-    kv_dtype: str  # of the KV cache: the same, or int8 or fp8
+    kv_dtype: str  # of the KV cache: the same, or bfloat16, int8 or fp8
 
 
 class Runner(Protocol):

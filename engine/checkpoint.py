@@ -22,7 +22,7 @@ from pathlib import Path
 from engine.batch import ModelInfo
 from engine.config_fields import CheckpointError, read_json
 from engine.gguf_convert import CONVERTER_VERSION, ProgressCallback, convert
-from engine.kv_format import QUANTISED_KV_DTYPES
+from engine.kv_format import CHOSEN_KV_DTYPES
 from engine.model_config import read_config
 from engine.quantization import BYTES_PER_WEIGHT, check_quantization, quantized_revision
 from engine.safetensors_file import TensorEntry, read_header, sampled_digest, shard_files
@@ -73,7 +73,7 @@ def resolve_model(name_or_path: str, progress: ProgressCallback | None = None, q
 
 
 def model_info(model_dir: Path, dtype: str, *, kv_dtype: str = "auto", quantization: str = "none") -> ModelInfo:
-    """What pods and engine need to know; `dtype` is resolved already, `kv_dtype` "auto" is the same.
+    """What pods and engine need to know; `dtype` is resolved already, `kv_dtype` is auto (the same), bf16, int8 or fp8.
 
     Weights that we quantise are another revision: KV that they made goes to pods with the same weights alone. Raises
     CheckpointError.
@@ -117,9 +117,11 @@ def resolve_dtype(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _resolve_kv_dtype(name: str, dtype: str) -> str:
-    if name not in ("auto", *QUANTISED_KV_DTYPES):
-        raise CheckpointError(f"kv_dtype {name!r}: must be auto, {' or '.join(QUANTISED_KV_DTYPES)}")
-    return dtype if name == "auto" else name
+    if name == "auto":
+        return dtype
+    if name not in CHOSEN_KV_DTYPES:
+        raise CheckpointError(f"kv_dtype {name!r}: must be one of auto, {', '.join(CHOSEN_KV_DTYPES)}")
+    return CHOSEN_KV_DTYPES[name]
 
 
 def estimate_memory_bytes(model_dir: Path, dtype: str, num_processes: int = 1, quantization: str = "none") -> int:

@@ -1,5 +1,6 @@
-"""One layer's paged KV cache, as every op that reads or writes it takes it: in the model's dtype, in int8 or in fp8.
+"""One layer's paged KV cache, as ops that read or write it take it: in the model's dtype, bfloat16, int8 or fp8.
 
+A bfloat16 cache of a float32 model has its rows rounded to nearest, ties to even.
 Quantised, each slot of each kv head has two scales, one for its K and one for its V: a row x [D] is stored as
 round(x / scale) with scale = max |x| / QUANTISED_DTYPES[dtype]. So what a slot holds depends on its own token and on
 nothing that was written before or after it.
@@ -17,6 +18,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # The largest value that each stores, which the largest element of a row becomes.
 QUANTISED_DTYPES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+# What each of these caches goes with; one of any other dtype goes with its own alone.
+_COMPUTED_IN = {torch.bfloat16: (torch.bfloat16, torch.float32), **dict.fromkeys(QUANTISED_DTYPES, FLOATS)}
 
 # A row whose elements are all smaller is stored as zeros: 1 / scale would leave float32.
 SMALLEST_PEAK = 2.0**-100
@@ -90,7 +94,7 @@ class PagedKV:
         return PagedKV(self.k[:, run], self.v[:, run], self.k_scales[:, run], self.v_scales[:, run])
 
     def check_query(self, q: torch.Tensor) -> None:
-        """q [*, Hq, D], Hq a multiple of Hkv, of this cache's dtype, or of any float where it is quantised.
+        """q [*, Hq, D], Hq a multiple of Hkv, of a dtype that this cache goes with.
 
         Raises ValueError or TypeError.
         """
@@ -102,7 +106,8 @@ class PagedKV:
 
     def check_dtype(self, name: str, tensor: torch.Tensor) -> None:
         """Raises TypeError for a tensor that this cache does not go with."""
-        if not self.quantised:
+        allowed = _COMPUTED_IN.get(self.k.dtype)
+        if allowed is None:
             check_dtype(name, tensor, self.k.dtype)
-        elif tensor.dtype not in FLOATS:
-            raise TypeError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(map(str, FLOATS))}")
+        elif tensor.dtype not in allowed:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(map(str, allowed))}")

@@ -19,8 +19,8 @@ def kv_write(
 ) -> None:
     """Stores token t in slot `slot_mapping[t]` = block * block_size + offset; a negative slot is skipped.
 
-    k, v: [T, Hkv, D] of the cache's dtype, or of any float where it is quantised. slot_mapping: int64 [T], in which no
-    slot occurs twice.
+    k, v: [T, Hkv, D] of the cache's dtype, of float32 where it is bfloat16 (rounded to even), or of any float where it
+    is quantised. slot_mapping: int64 [T], in which no slot occurs twice.
     A quantised cache stores each row [D] in float32 arithmetic as round_to_even(x * (limit / peak)) and the scale
     peak / limit, peak = max |x|: on every device the same bytes. Rows of nothing but (nearly) zeros get scale 0; rows
     with an infinity or NaN get scale NaN, which is what attention makes of them in any dtype.

@@ -14,13 +14,13 @@ OTHER_KV_BYTES = {"ours_pd": 2 << 30, "ours_pd_unpinned": 1 << 29}
 START_TIMEOUT_S = 300.0
 DECODE_POD = "decode_service"  # in the command line of the pod whose memory counts
 
-# arm -> fields of PodSettings beyond the defaults
+# arm -> fields of PodSettings beyond the defaults. KV is in bfloat16 wherever it is not quantised, as the weights are.
 POD_SETTINGS: dict[str, dict[str, str]] = {
-    "ours": {},
+    "ours": {"kv_dtype": "bf16"},
     "ours_int8": {"quantization": "int8", "kv_dtype": "int8"},
-    "ours_int4": {"quantization": "int4"},
-    "ours_pd": {},
-    "ours_pd_unpinned": {},
+    "ours_int4": {"quantization": "int4", "kv_dtype": "bf16"},
+    "ours_pd": {"kv_dtype": "bf16"},
+    "ours_pd_unpinned": {"kv_dtype": "bf16"},
 }
 SHAPES: dict[str, tuple[str, ...]] = {
     "ours_pd": ("--prefill", "1", "--decode", "1"),

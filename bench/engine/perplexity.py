@@ -1,6 +1,6 @@
 """What quantised weights and KV cost in quality: perplexity of the default model, against bfloat16 weights, float32 KV.
 
-    python -m bench.engine.perplexity [--model NAME] [--quantizations int8 int4 gguf] [--kv-dtypes int8 fp8]
+    python -m bench.engine.perplexity [--model NAME] [--quantizations int8 int4 gguf] [--kv-dtypes bf16 int8 fp8]
                                       [--windows 16] [--json FILE]
 
 The text is the prose of Python's language reference that ships inside Python itself (`pydoc_data.topics`). It is cut
@@ -37,7 +37,7 @@ from engine.sequence import SamplingParams
 
 DTYPE, BLOCK_SIZE, WINDOW = "float32", 16, 512
 THRESHOLDS = {"int8": 1.01, "int4": 1.10, "gguf": 1.01}  # quantization -> most that perplexity may be, as a ratio
-KV_THRESHOLDS = {"int8": 1.01, "fp8": 1.03}  # kv_dtype -> the same
+KV_THRESHOLDS = {"bf16": 1.01, "int8": 1.01, "fp8": 1.03}  # kv_dtype -> the same
 
 
 @dataclass(frozen=True, slots=True)

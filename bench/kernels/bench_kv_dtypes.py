@@ -1,4 +1,4 @@
-"""Decode attention on a CPU over quantised KV caches: int8 and fp8 against float32, in the same run.
+"""Decode attention on a CPU over narrower KV caches: bfloat16, int8 and fp8 against float32, in the same run.
 
     python -m bench.kernels.bench_kv_dtypes [--context 4096] [--rounds 15] [--json FILE]
 
@@ -8,7 +8,7 @@ processor time of the thread, which other programs do not add to. Ratios are tak
 over rounds. Bars: `BAR name value op threshold PASS|FAIL|NOT-RUN (why)`, one a line.
 
 - int8_bytes_to_float32: bytes that a context takes, scales included.
-- int8_decode_to_float32: processor time of all layers. fp8_decode_to_float32: likewise.
+- bfloat16_decode_to_float32, int8_decode_to_float32, fp8_decode_to_float32: processor time of all layers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMOLLM2 = ModelInfo(
     kv_dtype="float32",
 )
 NUM_HEADS, BLOCK_SIZE = 9, 16
-FORMATS = ("float32", "int8", "fp8")
+FORMATS = ("float32", "bfloat16", "int8", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,14 @@ def bars(times: dict[str, list[float]]) -> tuple[Bar, ...]:
     sizes = {kv_dtype: kv_block_bytes(replace(SMOLLM2, kv_dtype=kv_dtype), BLOCK_SIZE) for kv_dtype in FORMATS}
     return (
         Bar("int8_bytes_to_float32", (sizes["int8"] / sizes["float32"],), "<=", 0.27),
+        Bar("bfloat16_decode_to_float32", ratios("bfloat16"), "<=", 0.75),
         Bar("int8_decode_to_float32", ratios("int8"), "<=", 0.75),
         Bar("fp8_decode_to_float32", ratios("fp8"), "<=", 1.0),
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="decode attention over quantised KV caches on a CPU")
+    parser = argparse.ArgumentParser(description="decode attention over narrower KV caches on a CPU")
     parser.add_argument("--context", type=positive, default=4096, help="tokens that are attended to")
     parser.add_argument("--rounds", type=positive, default=15, help="rounds to take medians of")
     parser.add_argument("--json", type=new_file, help="file to write all rounds to")

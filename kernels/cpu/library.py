@@ -19,7 +19,7 @@ MAX_DEPTH = 32768
 _MAX_WINDOW = 2**63 - 1
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # uint8: two of 4 bits
-_CACHE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # 0: the dtype of the computation
+_CACHE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}  # 0: the dtype of the computation
 _INT64, _INT32, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
 
@@ -270,10 +270,8 @@ def dtype_code(tensor: torch.Tensor) -> int:
 def cache_of(kv: PagedKV) -> Cache:
     """Must not outlive `kv`."""
     plain = (kv.k.data_ptr(), kv.v.data_ptr(), *kv.k.shape, *kv.k.stride()[:3])
-    if kv.k_scales is None or kv.v_scales is None:
-        return Cache(*plain)
-    scales = (kv.k_scales.data_ptr(), kv.v_scales.data_ptr(), *kv.k_scales.stride()[:2])
-    return Cache(*plain, *scales, _CACHE_FORMATS[kv.k.dtype])
+    scales = tuple(None if part is None else part.data_ptr() for part in (kv.k_scales, kv.v_scales))
+    return Cache(*plain, *scales, *kv.scale_strides, _CACHE_FORMATS.get(kv.k.dtype, 0))
 
 
 def context_of(block_tables: torch.Tensor, context_lens: torch.Tensor) -> Context:

@@ -14,8 +14,9 @@ constexpr int64_t OK = -1;
 // Attention heads longer than this go to the torch reference (library.py checks).
 constexpr int MAX_HEAD_DIM = 256;
 
-// What a cache stores: elements of the DType that the op computes in, or one byte each with a scale a row.
-enum class CacheFormat : int32_t { AS_COMPUTED = 0, INT8 = 1, FP8_E4M3 = 2 };
+// What a cache stores: elements of the DType that the op computes in, or bfloat16 whatever that is, or one byte each with
+// a scale a row.
+enum class CacheFormat : int32_t { AS_COMPUTED = 0, INT8 = 1, FP8_E4M3 = 2, BFLOAT16 = 3 };
 
 // A paged cache [num_blocks, kv_heads, block_size, head_dim], the last dimension contiguous; K and V of equal strides.
 // Scales [num_blocks, kv_heads, block_size], null unless quantised, likewise.

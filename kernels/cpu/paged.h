@@ -10,6 +10,7 @@ template <class T, class Op>
 inline int64_t by_format(const Cache& cache, const Op& op) {
   if (cache.format == CacheFormat::INT8) return op(int8{});
   if (cache.format == CacheFormat::FP8_E4M3) return op(e4m3{});
+  if (cache.format == CacheFormat::BFLOAT16) return op(bf16{});
   return op(T{});
 }
 

@@ -6,13 +6,15 @@
 
 namespace {
 
-// Stores a row [head_dim] in its place.
+// Stores a row [head_dim] in its place. Of equal sizes, T and E are one type.
 template <class T, class E>
 inline void write_row(const T* row, E* rows, [[maybe_unused]] float* scales, Place to, int64_t head_dim) {
   if constexpr (QUANTISED<E>)
     scales[to.scale] = quantise_row(row, rows + to.row, head_dim);
-  else
+  else if constexpr (sizeof(T) == sizeof(E))
     __builtin_memcpy(rows + to.row, row, head_dim * sizeof(T));
+  else
+    for_vectors(head_dim, [&](int64_t i, int64_t n) { store_some(rows + to.row + i, load_some(row + i, n), n); });
 }
 
 template <class T, class E>

@@ -17,6 +17,6 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.
     blocks, offsets = slots // kv.block_size, slots % kv.block_size
     for rows, cache, scales in ((k[kept], kv.k, kv.k_scales), (v[kept], kv.v, kv.v_scales)):
         if scales is None:
-            cache[blocks, :, offsets] = rows
+            cache[blocks, :, offsets] = rows.to(cache.dtype)
         else:
             cache[blocks, :, offsets], scales[blocks, :, offsets] = quantised(rows, cache.dtype)

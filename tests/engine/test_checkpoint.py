@@ -438,6 +438,18 @@ def test_dtype_errors(tmp_path: Path) -> None:
         resolve_dtype("int8")
 
 
+def test_kv_dtype_is_that_of_the_computation_or_chosen(tiny_dir: Path) -> None:
+    of = {
+        (dtype, setting): model_info(tiny_dir, dtype, kv_dtype=setting).kv_dtype
+        for dtype in ("float32", "bfloat16")
+        for setting in ("auto", "bf16", "int8")
+    }
+    assert [of["float32", s] for s in ("auto", "bf16", "int8")] == ["float32", "bfloat16", "int8"]
+    assert [of["bfloat16", s] for s in ("auto", "bf16", "int8")] == ["bfloat16", "bfloat16", "int8"]
+    with pytest.raises(CheckpointError, match="kv_dtype 'bfloat16': must be one of auto, bf16, int8, fp8"):
+        model_info(tiny_dir, "float32", kv_dtype="bfloat16")
+
+
 def test_memory_estimate_counts_every_weight(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     in_float32, in_bfloat16 = (estimate_memory_bytes(tmp_path, dtype) for dtype in ("float32", "bfloat16"))

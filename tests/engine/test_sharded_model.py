@@ -139,9 +139,9 @@ def test_a_share_of_a_matrix_is_a_view(name: str, checkpoints: dict[str, Path]) 
     assert len(shares[0].qkv.tensors) == 3
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_ranks_write_their_heads_of_quantised_blocks(kv_dtype: str, checkpoints: dict[str, Path]) -> None:
-    """Codes and scales; a code may be the next one where sums differ in their last bits."""
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8"])
+def test_ranks_write_their_heads_of_rounded_blocks(kv_dtype: str, checkpoints: dict[str, Path]) -> None:
+    """Numbers and scales; a number may be the next one where sums differ in their last bits."""
     whole = OurModel(checkpoints["llama 3"], kv_dtype=kv_dtype)
     sharded = ShardedModel(checkpoints["llama 3"], 2, kv_dtype)
     step = scheduled(random_ids(33, vocab_size=300), 0, range(1, 20))

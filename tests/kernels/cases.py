@@ -60,7 +60,11 @@ class Shape:
     seed: int
     sliding_window: int | None = None
     soft_cap: float | None = None
-    kv_dtype: torch.dtype | None = None  # of the cache, where it is quantised
+    kv_dtype: torch.dtype | None = None  # of the cache, where it is not `dtype`
+
+    @property
+    def quantised_dtype(self) -> torch.dtype | None:
+        return self.kv_dtype if self.kv_dtype in QUANTISED_DTYPES else None
 
 
 def shapes(
@@ -88,8 +92,8 @@ def shapes(
         seed=st.integers(0, 2**16),
         sliding_window=st.one_of(st.none(), st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65]), st.integers(1, 700)),
         soft_cap=st.sampled_from([None, 1.0, 5.0, 50.0]),
-        kv_dtype=st.sampled_from([None, *QUANTISED_DTYPES]),
-    )
+        kv_dtype=st.sampled_from([None, torch.bfloat16, *QUANTISED_DTYPES]),
+    ).filter(lambda s: s.kv_dtype != torch.bfloat16 or s.dtype in (torch.float32, torch.bfloat16))
 
 
 def attention(shape: Shape, *, scale: float | None = None) -> Attention:
@@ -132,13 +136,14 @@ class Tokens:
     def __init__(self, shape: Shape, context: int, generator: torch.Generator) -> None:
         drawn = torch.randn(2, shape.num_kv_heads, context, shape.head_dim, generator=generator)
         self.scales: torch.Tensor | None = None
-        if shape.kv_dtype is None:
-            self.stored = drawn.to(shape.dtype)
+        quantised = shape.quantised_dtype
+        if quantised is None:
+            self.stored = drawn.to(shape.kv_dtype or shape.dtype)
             self.values = (self.stored[0], self.stored[1])
             return
         self.scales = torch.rand(drawn.shape[:3], generator=generator) * 0.05 + 0.001
-        limit = QUANTISED_DTYPES[shape.kv_dtype]
-        self.stored = (drawn * 40).clamp(-limit, limit).to(shape.kv_dtype)
+        limit = QUANTISED_DTYPES[quantised]
+        self.stored = (drawn * 40).clamp(-limit, limit).to(quantised)
         values = self.stored.double() * self.scales.double()[..., None]
         self.values = (values[0], values[1])
 
@@ -148,7 +153,7 @@ class BlockMajor:
 
     def __init__(self, num_blocks: int, shape: Shape) -> None:
         slots = (num_blocks, 2, 2, shape.num_kv_heads, shape.block_size)
-        self._scales = torch.full(slots, torch.nan) if shape.kv_dtype is not None else None
+        self._scales = torch.full(slots, torch.nan) if shape.quantised_dtype is not None else None
         poison = 85.0 if shape.kv_dtype == torch.int8 else torch.nan
         self._cache = torch.full((*slots, shape.head_dim), poison).to(shape.kv_dtype or shape.dtype)
 

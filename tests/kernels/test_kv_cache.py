@@ -36,6 +36,17 @@ def test_wrong_arguments_are_named(k: torch.Tensor, v: torch.Tensor, error: type
         PagedKV(k, v)
 
 
+def test_in_bfloat16_it_goes_with_float32_too() -> None:
+    kv = PagedKV(*torch.zeros(8, 2, 3, 16, 64, dtype=torch.bfloat16).unbind(1))
+    assert not kv.quantised
+    for dtype in (torch.float32, torch.bfloat16):
+        kv.check_query(torch.zeros(2, 6, 64, dtype=dtype))
+    with pytest.raises(TypeError, match=r"q has dtype torch.float16, expected one of torch.bfloat16, torch.float32"):
+        kv.check_query(torch.zeros(2, 6, 64, dtype=torch.float16))
+    with pytest.raises(TypeError, match=r"q has dtype torch.bfloat16, expected torch.float32"):
+        PagedKV(kv.k.float(), kv.v.float()).check_query(torch.zeros(2, 6, 64, dtype=torch.bfloat16))
+
+
 def test_quantised_it_has_scales() -> None:
     k, v = torch.zeros(8, 2, 3, 16, 64, dtype=torch.int8).unbind(1)
     k_scales, v_scales = torch.zeros(8, 2, 3, 16).unbind(1)

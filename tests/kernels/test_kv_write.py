@@ -126,6 +126,23 @@ def test_odd_rows_concern_their_own_slot_alone(implementation: str, kv_dtype: to
     assert np.isnan(scales).tolist() == [False, False, False, False, True, True, True, False]
 
 
+@every_backend
+@pytest.mark.parametrize("head_dim", [4, 20, 64])
+def test_float32_rows_are_rounded_to_even_in_a_bfloat16_cache(implementation: str, head_dim: int) -> None:
+    """Numbers of all sizes; halfway between two bfloat16 numbers, the lower one even and odd; what leaves the range."""
+    rows = torch.randn(4, 2, head_dim) * 10.0 ** torch.randint(-12, 9, (4, 2, 1))
+    rows[1, 0, :3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])
+    rows[2, 1, :4] = torch.tensor([3.4e38, torch.inf, torch.nan, 2**-133])
+    kv = PagedKV(*torch.full((NUM_BLOCKS, 2, 2, 16, head_dim), 85.0, dtype=torch.bfloat16).unbind(1))
+    slots = torch.tensor([95, 0, 17, 33])
+    write(implementation, rows, kv, slots.tolist())
+    for cache, given_rows in ((kv.k, rows), (kv.v, rows * -2)):
+        expected = torch.full_like(cache, 85.0)
+        expected[slots // 16, :, slots % 16] = given_rows.bfloat16()
+        torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
+    assert kv.k[0, 0, 0, :3].tolist() == [1.0, 1 + 2**-6, -1.0]
+
+
 @pytest.mark.parametrize(
     ("k_shape", "slots", "error", "message"),
     [

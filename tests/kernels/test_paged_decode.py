@@ -32,6 +32,13 @@ def test_equals_dense_attention(implementation: str, shape: Shape) -> None:
 
 
 @every_backend
+@pytest.mark.parametrize("head_dim", [20, 64, 264])
+def test_float32_over_a_bfloat16_cache(implementation: str, head_dim: int) -> None:
+    case = attention(dataclasses.replace(SHAPE, dtype=torch.float32, kv_dtype=torch.bfloat16, head_dim=head_dim))
+    assert_close(decode(case, implementation), case.expected)
+
+
+@every_backend
 @pytest.mark.parametrize("head_dim", [8, 20, 72, 80, 96, 256, 264])
 @pytest.mark.parametrize("group", [2, 11])
 def test_unusual_head_dimensions_and_groups(implementation: str, head_dim: int, group: int) -> None:

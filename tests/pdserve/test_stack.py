@@ -80,13 +80,14 @@ def test_colocated_has_no_prefill_pods() -> None:
 
 def test_pods_accept_their_flags() -> None:
     sizes = ("--max-num-seqs", "8", "--max-batched-tokens", "96", "--tensor-parallel", "2")
-    argv = ("--dtype", "float32", "--kv-memory", "64MiB", *sizes)
+    argv = ("--dtype", "float32", "--kv-dtype", "bf16", "--kv-memory", "64MiB", *sizes)
     for name in ("prefill-0", "decode-0"):
         settings = loaded(by_name(plan(*argv, threads=3))[name])
         assert (settings.host, settings.port, settings.pod_id) == ("127.0.0.1", 0, name)
         assert settings.registry_url == "unix:///run/pdserve/registry.sock"
         assert settings.runtime_dir == Path("/run/pdserve/kv")
-        assert (settings.model, settings.engine, settings.dtype) == ("/models/smol", "torch", "float32")
+        assert (settings.model, settings.engine) == ("/models/smol", "torch")
+        assert (settings.dtype, settings.kv_dtype) == ("float32", "bf16")
         assert (settings.kv_memory, settings.num_threads) == (64 << 20, 3)
         assert (settings.max_num_seqs, settings.max_batched_tokens, settings.tensor_parallel) == (8, 96, 2)
 

@@ -1,4 +1,4 @@
-"""The whole system with a quantised KV cache: blocks that cross from pod to pod, scales and all, change no answer."""
+"""The whole system with a KV cache narrower than the model: blocks cross between pods whole, scales and all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.system.test_real_model import Answer, generate
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
-INT8 = ("--dtype", "float32", "--kv-dtype", "int8", "--kv-memory", "64MiB")
+SETTINGS = ("--dtype", "float32", "--kv-memory", "64MiB")
 CASES = ("english question", "code", "33 tokens")
 
 
@@ -26,13 +26,15 @@ async def answers(stack: LaunchedStack, cases: list[ReferenceCase]) -> list[Answ
     return given
 
 
-async def test_disaggregated_answers_equal_colocated_ones() -> None:
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+async def test_disaggregated_answers_equal_colocated_ones(kv_dtype: str) -> None:
+    settings = (*SETTINGS, "--kv-dtype", kv_dtype)
     cases = [reference_case(name) for name in CASES]
-    with launched_stack(*INT8, "--colocated", "--decode", "1") as stack:
+    with launched_stack(*settings, "--colocated", "--decode", "1") as stack:
         colocated = await answers(stack, cases)
-    with launched_stack(*INT8, "--prefill", "1", "--decode", "1") as stack:
+    with launched_stack(*settings, "--prefill", "1", "--decode", "1") as stack:
         disaggregated = await answers(stack, cases)
     assert [a.token_ids for a in disaggregated] == [a.token_ids for a in colocated]
-    block_bytes = kv_block_bytes(model_info(resolve_model(DEFAULT_MODEL), "float32", kv_dtype="int8"), 16)
+    block_bytes = kv_block_bytes(model_info(resolve_model(DEFAULT_MODEL), "float32", kv_dtype=kv_dtype), 16)
     num_blocks = [-(-len(case.prompt_ids) // 16) for case in cases]
     assert [a.ledger.transfer_bytes for a in disaggregated] == [n * block_bytes for n in num_blocks]

@@ -34,6 +34,17 @@ def test_each_token_lands_in_its_slot_and_nothing_else_changes(
     assert torch.equal(cache.nan_to_num(-1.0), expected.nan_to_num(-1.0))
 
 
+@given(head_dim=st.sampled_from([4, 20, 64]), seed=st.integers(0, 2**16))
+def test_float32_rows_are_rounded_to_even_in_a_bfloat16_cache(head_dim: int, seed: int) -> None:
+    rows = torch.randn(3, 3, head_dim, generator=torch.Generator().manual_seed(seed))
+    rows[0, 0, :2] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])  # halfway
+    kv = PagedKV(*torch.zeros(2, 2, 3, 8, head_dim, dtype=torch.bfloat16).unbind(1))
+    slots = torch.tensor([3, 0, 15])
+    kv_write(rows, rows * -2, kv, slots, backend="triton")
+    assert torch.equal(kv.k[slots // 8, :, slots % 8], rows.bfloat16())
+    assert torch.equal(kv.v[slots // 8, :, slots % 8], (rows * -2).bfloat16())
+
+
 @pytest.mark.parametrize("kv_dtype", QUANTISED_DTYPES, ids=str)
 @given(head_dim=st.sampled_from([4, 20, 64]), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**16))
 def test_quantised_rows_have_the_same_bytes_as_elsewhere(

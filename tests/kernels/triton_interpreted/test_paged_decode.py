@@ -27,6 +27,7 @@ def decode(case: Attention, rows: slice = slice(None)) -> torch.Tensor:
 @example(shape=dataclasses.replace(RAGGED, sliding_window=1))
 @example(shape=dataclasses.replace(RAGGED, sliding_window=600, kv_dtype=torch.int8))
 @example(shape=dataclasses.replace(RAGGED, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn))
+@example(shape=dataclasses.replace(RAGGED, dtype=torch.float32, kv_dtype=torch.bfloat16))
 @example(shape=dataclasses.replace(RAGGED, sliding_window=514, soft_cap=20.0))
 @example(shape=dataclasses.replace(RAGGED, num_kv_heads=1, group=20, head_dim=72, block_size=32))
 def test_equals_dense_attention(shape: Shape) -> None:

@@ -26,6 +26,7 @@ def prefill(case: Attention) -> torch.Tensor:
 @example(shape=dataclasses.replace(CHUNKS, sliding_window=1))
 @example(shape=dataclasses.replace(CHUNKS, sliding_window=30, kv_dtype=torch.int8))
 @example(shape=dataclasses.replace(CHUNKS, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn))
+@example(shape=dataclasses.replace(CHUNKS, dtype=torch.float32, kv_dtype=torch.bfloat16))
 @example(shape=dataclasses.replace(CHUNKS, sliding_window=100, soft_cap=20.0))
 @example(shape=dataclasses.replace(CHUNKS, lengths=((9, 33),), num_kv_heads=1, group=4, head_dim=72, block_size=32))
 def test_equals_dense_attention(shape: Shape) -> None:
