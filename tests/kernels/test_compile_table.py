@@ -58,11 +58,11 @@ def test_each_limit_is_named_with_its_figure(figures: Figures, text: str) -> Non
     assert reasons(figures) == [text]
 
 
-def test_small_spills_are_tolerated_on_sm_80_alone() -> None:
+@pytest.mark.parametrize("target", ["sm_80", "sm_89"])
+def test_small_spills_are_tolerated_where_registers_multiply_matrices(target: str) -> None:
     spilling = replace(GOOD, matrix="mma", shared_bytes=0, spill_bytes=32)
-    assert reasons(spilling, target="sm_80") == []
-    assert reasons(replace(spilling, spill_bytes=40), target="sm_80") == ["spilled bytes = 40, at most 32"]
-    assert reasons(spilling, target="sm_89") == ["spilled bytes = 32, at most 0"]
+    assert reasons(spilling, target=target) == []
+    assert reasons(replace(spilling, spill_bytes=40), target=target) == ["spilled bytes = 40, at most 32"]
 
 
 def test_matrix_units_are_asked_of_dtypes_that_have_them() -> None:

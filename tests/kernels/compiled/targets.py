@@ -44,10 +44,10 @@ def _nvidia(arch: int, shared_kib: int, tile_matrix: Matrix, spill_bytes: int = 
 
 _ALL = (
     _nvidia(80, 163, "mma", spill_bytes=32),  # A100
-    _nvidia(89, 99, "mma"),  # L4, L40, RTX 4090
+    _nvidia(89, 99, "mma", spill_bytes=32),  # L4, L40, RTX 4090
     _nvidia(90, 227, "wgmma"),  # H100, H200
     _nvidia(100, 227, "tcgen05"),  # B200
-    _nvidia(120, 99, "mma"),  # RTX 5090
+    _nvidia(120, 99, "mma", spill_bytes=64),  # RTX 5090
     Target(name="gfx942", backend="hip", arch="gfx942", warp_size=64, shared_bytes=65536, tile_matrix="mfma"),  # MI300
 )
 TARGETS = {target.name: target for target in _ALL}
