@@ -63,10 +63,11 @@ class TorchRunner:
     def model(self) -> ModelInfo:
         return self._model_info
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
-        torch.set_num_threads(self._num_threads)  # OpenMP's count belongs to the calling thread
-        self._kv.copy_blocks(batch.copies)
+        if torch.get_num_threads() != self._num_threads:  # OpenMP's count belongs to the calling thread
+            torch.set_num_threads(self._num_threads)
+        if batch.copies:
+            self._kv.copy_blocks(batch.copies)
         if not batch.sequences:
             return []
         if only_decodes(batch.sequences):

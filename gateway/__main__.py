@@ -11,7 +11,7 @@ from gateway.app import build_app
 from gateway.metrics import Metrics
 from gateway.server import HttpServer, bind
 from gateway.settings import GatewaySettings
-from proto.service import configure_logging, stop_event
+from proto.service import configure_logging, freeze_memory, stop_event
 from proto.settings import ConfigError
 from router.client import RouterClient
 
@@ -24,6 +24,7 @@ async def serve(settings: GatewaySettings) -> None:
         app = build_app(router, Metrics(), max_body_bytes=settings.max_body_bytes)
         server = HttpServer(app, listener, drain_timeout_s=settings.drain_timeout_s)
         await server.start()
+        freeze_memory()
         print(f"READY gateway address={server.address}", flush=True)
         await stop.wait()
         await server.stop()

@@ -21,8 +21,15 @@ GATEWAY_STOPS, ROUTER_STOPS, PODS_STOP, REGISTRY_STOPS = 0, 1, 2, 3
 FRONT_GRACE_S = 5.0
 KILL_MARGIN_S = 3.0  # past a pod's own drain timeout
 
-# No process of a stack may reach out to a model hub; the router's tokeniser and torch share cores with the pods.
-BASE_ENV = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# No process of a stack may reach out to a model hub; the router's tokeniser and torch share cores with the pods. gRPC's
+# event engine passes each message on from thread to thread: some ten wake-ups a token on cores that are computing. With
+# the poller before it, the thread that waits for a message takes it off the socket.
+BASE_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from pod.pod import Pod
 from pod.role import PodContext, Role
 from pod.settings import PodSettings
 from proto.errors import InternalError
-from proto.service import configure_logging, stop_event
+from proto.service import configure_logging, freeze_memory, stop_event
 from proto.settings import ConfigError
 
 
@@ -41,6 +41,7 @@ async def _serve(settings: PodSettings, role: str, make_role: Callable[[PodConte
     print(f"{role} pod: {plan.describe()}", file=sys.stderr, flush=True)
     pod = await Pod.start(plan, make_role)
     stop = stop_event()
+    freeze_memory()
     for warning in plan.warnings:
         print(f"WARNING {warning}", flush=True)
     print(f"READY role={role} pod_id={plan.pod_id} address={pod.address} metrics={pod.metrics_address}", flush=True)

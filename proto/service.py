@@ -7,6 +7,7 @@ is left after the grace period is cancelled.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Iterable
@@ -86,6 +87,15 @@ def stop_event() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, event.set)
     return event
+
+
+def freeze_memory() -> None:
+    """Call when all is there that lives as long as the process: collecting garbage looks at none of it again.
+
+    Else a full collection takes 30 ms in a router and 100 in a pod, and every stream waits for it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def configure_logging(process: str, level: str) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import uvloop
 
-from proto.service import configure_logging, stop_event
+from proto.service import configure_logging, freeze_memory, stop_event
 from proto.settings import ConfigError
 from router.model import ModelError
 from router.server import Router
@@ -17,6 +17,7 @@ async def serve(settings: RouterSettings) -> None:
     stopped = stop_event()
     router = Router(settings)
     await router.start()
+    freeze_memory()
     print(f"READY router address={router.address} metrics={router.metrics_address}", flush=True)
     await stopped.wait()
     await router.stop()
