@@ -26,7 +26,7 @@ class QuantizedMatrix:
     """W [rows, columns] in 8 or 4 bits. Shapes, with P = ceil(rows / PANEL), S = ceil(columns / STEP), G groups:
 
     packed: int8 [P, S, 4, PANEL, 2] holds column 8s + 2j + p of a row at [s, j, row, p]; or
-        uint8 [P, S, PANEL, 4], a little-endian word for 8 columns of a row: column 8s + 2j + p is bits 16p + 4j to + 3.
+        uint8 [P, S, PANEL, 4], where [s, row, i] holds column 8s + i in its lower half, column 8s + 4 + i in its upper.
     row_scales: float32 [P * PANEL].
     scales: float16 [P, G, PANEL], or none: 1. 4-bit matrices have them.
     offsets: float16 or float32 [P, G, PANEL], or none: 0 in 8 bits, -8 times the scale in 4.
@@ -113,12 +113,12 @@ def pack(
     num_panels, num_steps = -(-rows // PANEL), -(-columns // STEP)
     padded = levels.new_zeros((num_panels * PANEL, num_steps * STEP))
     padded[:rows, :columns] = levels
-    pairs = padded.view(num_panels, PANEL, num_steps, 4, 2)  # [..., j, p]
+    steps = padded.view(num_panels, PANEL, num_steps, STEP)
     if bits == 8:
-        packed = pairs.to(torch.int8).permute(0, 2, 3, 1, 4)
+        packed = steps.to(torch.int8).view(num_panels, PANEL, num_steps, 4, 2).permute(0, 2, 3, 1, 4)
     else:
-        nibbles = pairs.to(torch.uint8).permute(0, 2, 1, 4, 3)  # [P, S, PANEL, p, j]
-        packed = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).flatten(3)
+        nibbles = steps.to(torch.uint8).transpose(1, 2)
+        packed = nibbles[..., :4] | nibbles[..., 4:] << 4
     if row_scales is None:
         row_scales = torch.ones(rows, device=levels.device)
     return QuantizedMatrix(
@@ -135,12 +135,10 @@ def levels_of(matrix: QuantizedMatrix) -> torch.Tensor:
     """q, int16 [N, K]."""
     num_panels, num_steps = matrix.packed.shape[:2]
     if matrix.bits == 8:
-        pairs = matrix.packed.permute(0, 3, 1, 2, 4)
+        steps = matrix.packed.permute(0, 3, 1, 2, 4)
     else:
-        halves = matrix.packed.view(num_panels, num_steps, PANEL, 2, 2)  # [..., p, byte]
-        nibbles = torch.stack((halves & 15, halves >> 4), dim=-1).flatten(4)  # [..., p, j]
-        pairs = nibbles.permute(0, 2, 1, 4, 3)
-    plain = pairs.reshape(num_panels * PANEL, num_steps * STEP)
+        steps = torch.cat((matrix.packed & 15, matrix.packed >> 4), dim=-1).transpose(1, 2)
+    plain = steps.reshape(num_panels * PANEL, num_steps * STEP)
     return plain[: matrix.rows, : matrix.columns].to(torch.int16)
 
 

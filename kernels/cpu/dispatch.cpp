@@ -3,6 +3,10 @@
 
 #include "ops.h"
 
+#ifdef HAVE_X86_LEVELS
+#include <cpuid.h>
+#endif
+
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 OpenMp openmp = {};
@@ -12,7 +16,13 @@ extern const Ops ops_baseline;
 extern const Ops ops_avx2;
 extern const Ops ops_avx512;
 
-static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+// Older compilers know no name for it.
+static bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
+static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 
 static bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

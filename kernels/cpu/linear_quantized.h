@@ -1,79 +1,25 @@
 // Linear layers over integer weights (kernels/quantized.py has their meaning and order in memory).
 //
-// Lanes are rows of W: a panel's columns come in pairs, a vector holds one pair of LANES rows, and one instruction
-// multiplies it by a pair of x and adds both. W streams through once, in the order in which it lies.
+// Lanes are rows of W: a panel's columns come in cells of 32 bits, a vector holds one cell of LANES rows, and one
+// instruction multiplies it by a cell of x and adds up. W streams through once, in the order in which it lies.
 #pragma once
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include "ops.h"
 #include "parallel.h"
+#include "quantized_formats.h"
 #include "quantized_rows.h"
 #include "vec.h"
 
 namespace {
 
-constexpr int PANEL = 16;                // rows of W that lie interleaved
-constexpr int VECTORS = PANEL / LANES;
-constexpr int STEP_PAIRS = STEP_COLUMNS / 2;
-constexpr int ROW_TILE = 4;              // most rows of x whose sums share the registers
-constexpr int MAX_TILES = 16;            // of one item
-constexpr int64_t PANEL_CHUNK_BYTES = 1 << 20;  // of W for one item
-constexpr int QUANTIZED_ITEMS_PER_THREAD = 6;
-
-typedef int16_t VecPairs __attribute__((vector_size(LANES * 4)));
-typedef uint16_t VecNibbles __attribute__((vector_size(LANES * 4)));
-typedef int8_t VecBytes __attribute__((vector_size(LANES * 2)));
-
-// Lane i: both products of lane i's pairs, added.
-inline VecInt dot_pairs(VecPairs a, VecPairs b) {
-#if defined(__AVX512BW__)
-  return (VecInt)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (VecInt)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__x86_64__)
-  return (VecInt)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-  return (((VecInt)a << 16) >> 16) * (((VecInt)b << 16) >> 16) + ((VecInt)a >> 16) * ((VecInt)b >> 16);
-#endif
-}
-
-inline VecInt fill_int(int32_t x) { return x - VecInt{}; }
-
-inline VecInt load_pair(const int16_t* p) {
-  int32_t pair;
-  __builtin_memcpy(&pair, p, sizeof pair);
-  return fill_int(pair);
-}
-
-// MIDDLE: what is subtracted of each integer where there are no offsets.
-struct Int8 {
-  static constexpr int STEP_BYTES = PANEL * STEP_COLUMNS;
-  static constexpr int32_t MIDDLE = 0;
-
-  static VecPairs pairs(const uint8_t* step, int vector, int pair) {
-    VecBytes bytes;
-    __builtin_memcpy(&bytes, step + (pair * PANEL + vector * LANES) * 2, sizeof bytes);
-    return __builtin_convertvector(bytes, VecPairs);
-  }
-};
-
-struct Int4 {
-  static constexpr int STEP_BYTES = PANEL * STEP_COLUMNS / 2;
-  static constexpr int32_t MIDDLE = 8;
-
-  static VecPairs pairs(const uint8_t* step, int vector, int pair) {
-    VecNibbles nibbles;
-    __builtin_memcpy(&nibbles, step + vector * sizeof nibbles, sizeof nibbles);
-    return (VecPairs)((nibbles >> (4 * pair)) & 15);
-  }
-};
+constexpr int ROW_TILE = 4;   // most rows of x whose sums share the registers
+constexpr int MAX_TILES = 4;  // of one item: its x stays in a first-level cache
+constexpr int QUANTIZED_ITEMS_PER_THREAD = 16;
 
 // Where a panel lies.
 struct Panel {
   const uint8_t* steps;
+  int64_t bytes;               // of its steps
   const half* scales;          // [groups, PANEL], or null: 1
   const half* narrow_offsets;  // likewise, or null
   const float* wide_offsets;   // likewise, or null
@@ -83,11 +29,42 @@ struct Panel {
   Vec offset(int64_t i) const { return wide_offsets != nullptr ? load(wide_offsets + i) : load(narrow_offsets + i); }
 };
 
-// sums[r][v] = panel times x row first + r.
+// The part of W that will be wanted next, fetched in the order in which it lies in memory: the processor's own
+// prefetching stops at the end of each page, and follows the first of several tiles of x only.
+struct Upcoming {
+  const uint8_t* next;
+  int64_t bytes_per_step;
+
+  template <int STEP_BYTES>  // that a step reads
+  void advance() {
+    constexpr int LINE = 64;
+    for (int i = 0; i < STEP_BYTES; i += LINE) __builtin_prefetch(next + i);
+    next += bytes_per_step;
+  }
+};
+
+// Adds the products of a step.
 template <class Format, int ROWS>
-inline void multiply_panel(const QuantizedRows& x, int64_t first, int64_t group, const Panel& panel,
-                           Vec (*sums)[VECTORS]) {
-  const int16_t* values = x.values + first * x.stride;
+inline void multiply_step(const typename Format::Value* values, int64_t stride, const uint8_t* step,
+                          VecInt (*acc)[VECTORS]) {
+  for (int j = 0; j < Format::CELLS; j++) {
+    VecInt rows[VECTORS];
+    for (int v = 0; v < VECTORS; v++) rows[v] = Format::cell(step, v, j);
+    for (int r = 0; r < ROWS; r++) {
+      const VecInt columns = load_cell(values + r * stride + j * (STEP_COLUMNS / Format::CELLS));
+      for (int v = 0; v < VECTORS; v++) {
+        acc[r][v] = Format::add_products(acc[r][v], rows[v], columns);
+        KEEP_IN_REGISTER(acc[r][v]);
+      }
+    }
+  }
+}
+
+// sums[r][v] = panel times x row first + r. Group g of x belongs to group g >> groups_shift of W.
+template <class Format, int ROWS>
+void multiply_panel(const QuantizedRows<typename Format::Value>& x, int64_t first, int64_t groups_shift,
+                    const Panel& panel, Upcoming upcoming, Vec (*sums)[VECTORS]) {
+  const auto* values = x.values + first * x.stride;
   const float* scales = x.scales + first * x.groups;
   const float* totals = x.totals + first * x.groups;
   const int32_t* starts = x.starts + first * x.groups;
@@ -98,42 +75,31 @@ inline void multiply_panel(const QuantizedRows& x, int64_t first, int64_t group,
     VecInt acc[ROWS][VECTORS];
     for (int r = 0; r < ROWS; r++)
       for (int v = 0; v < VECTORS; v++) acc[r][v] = fill_int(starts[r * x.groups + g]);
-    const int64_t end = min(x.stride, (g + 1) * group);
-    for (int64_t k = g * group; k < end; k += STEP_COLUMNS, step += Format::STEP_BYTES)
-      for (int j = 0; j < STEP_PAIRS; j++) {
-        VecPairs rows[VECTORS];
-        for (int v = 0; v < VECTORS; v++) rows[v] = Format::pairs(step, v, j);
-        for (int r = 0; r < ROWS; r++) {
-          const VecPairs columns = (VecPairs)load_pair(values + r * x.stride + k + 2 * j);
-          for (int v = 0; v < VECTORS; v++) {
-            acc[r][v] += dot_pairs(rows[v], columns);
-            KEEP_IN_REGISTER(acc[r][v]);
-          }
-        }
-      }
+    const int64_t end = min(x.stride, (g + 1) * x.group);
+    for (int64_t k = g * x.group; k < end; k += STEP_COLUMNS, step += Format::STEP_BYTES) {
+      multiply_step<Format, ROWS>(values + k, x.stride, step, acc);
+      upcoming.advance<Format::STEP_BYTES>();
+    }
+    const int64_t at = (g >> groups_shift) * PANEL;
+    Vec scale[VECTORS], offset[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
-      const int64_t at = g * PANEL + v * LANES;
-      const Vec scale = panel.scales != nullptr ? load(panel.scales + at) : fill(1.f);
-      for (int r = 0; r < ROWS; r++) {
-        const Vec product = __builtin_convertvector(acc[r][v], Vec) * fill(scales[r * x.groups + g]);
-        sums[r][v] += product * scale;
+      scale[v] = panel.scales != nullptr ? load(panel.scales + at + v * LANES) : fill(1.f);
+      offset[v] = panel.has_offsets() ? panel.offset(at + v * LANES) : Vec{};
+    }
+    for (int r = 0; r < ROWS; r++) {
+      const Vec x_scale = fill(scales[r * x.groups + g]), x_total = fill(totals[r * x.groups + g]);
+      for (int v = 0; v < VECTORS; v++) {
+        const Vec products = __builtin_convertvector(Format::sums(acc[r][v]), Vec) * x_scale;
+        sums[r][v] += products * scale[v];
+        sums[r][v] += x_total * offset[v];
       }
-      if (!panel.has_offsets()) continue;
-      const Vec offset = panel.offset(at);
-      for (int r = 0; r < ROWS; r++)
-        sums[r][v] += fill(totals[r * x.groups + g]) * offset;
     }
   }
 }
 
-template <class Format, int ROWS>
-void multiply_rows(const QuantizedRows& x, int64_t first, int64_t group, const Panel& panel, Vec (*sums)[VECTORS]) {
-  multiply_panel<Format, ROWS>(x, first, group, panel, sums);
-}
-
 template <class Format>
-constexpr decltype(&multiply_rows<Format, 1>) MULTIPLY_ROWS[ROW_TILE] = {
-    multiply_rows<Format, 1>, multiply_rows<Format, 2>, multiply_rows<Format, 3>, multiply_rows<Format, 4>};
+constexpr decltype(&multiply_panel<Format, 1>) MULTIPLY_ROWS[ROW_TILE] = {
+    multiply_panel<Format, 1>, multiply_panel<Format, 2>, multiply_panel<Format, 3>, multiply_panel<Format, 4>};
 
 template <class X>
 inline void store_panel(const Vec* sums, const float* row_scales, const X* bias, X* out, int64_t columns) {
@@ -145,20 +111,6 @@ inline void store_panel(const Vec* sums, const float* row_scales, const X* bias,
   }
 }
 
-// out[i, j] = x row i times the panel's row j.
-template <class X, class Format>
-void multiply_by_panel(const QuantizedRows& x, int64_t group, const Panel& panel, const X* bias, X* out,
-                       int64_t out_stride, int64_t columns) {
-  const int64_t tiles = ceil_div(x.count, ROW_TILE);
-  for (int64_t t = 0; t < tiles; t++) {
-    const int64_t first = x.count * t / tiles, width = x.count * (t + 1) / tiles - first;
-    Vec sums[ROW_TILE][VECTORS];
-    MULTIPLY_ROWS<Format>[width - 1](x, first, group, panel, sums);
-    for (int64_t r = 0; r < width; r++)
-      store_panel(sums[r], panel.row_scales, bias, out + (first + r) * out_stride, columns);
-  }
-}
-
 inline Panel panel_of(const Weights& weights, const Matrix& matrix, int64_t index, int64_t step_bytes,
                       int64_t groups) {
   const int64_t bytes = ceil_div(weights.depth, STEP_COLUMNS) * step_bytes, at = index * groups * PANEL;
@@ -166,6 +118,7 @@ inline Panel panel_of(const Weights& weights, const Matrix& matrix, int64_t inde
   const bool wide = weights.offsets_dtype == FLOAT32;
   return {
       static_cast<const uint8_t*>(matrix.data) + index * bytes,
+      bytes,
       scales == nullptr ? nullptr : scales + at,
       matrix.offsets == nullptr || wide ? nullptr : static_cast<const half*>(matrix.offsets) + at,
       matrix.offsets == nullptr || !wide ? nullptr : static_cast<const float*>(matrix.offsets) + at,
@@ -173,42 +126,89 @@ inline Panel panel_of(const Weights& weights, const Matrix& matrix, int64_t inde
   };
 }
 
-template <class X, class Format>
-void multiply_quantized(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias,
-                        void* out, int threads) {
+// How a call is cut: into blocks of rows of x, and each of these into chunks of panels.
+struct QuantizedPlan {
   int64_t columns = 0, panels = 0;
-  for (int64_t i = 0; i < weights.count; i++) {
-    columns += weights.matrices[i].rows;
-    panels += ceil_div(weights.matrices[i].rows, PANEL);
+  int64_t groups, x_group, groups_shift = 0;  // of W; columns of a group of x; W has 2^-groups_shift as many
+  int64_t blocks, chunk, chunks;
+
+  QuantizedPlan(const Weights& weights, int64_t rows, int64_t most_rows, int64_t largest_x_group, int threads) {
+    for (int64_t i = 0; i < weights.count; i++) {
+      columns += weights.matrices[i].rows;
+      panels += ceil_div(weights.matrices[i].rows, PANEL);
+    }
+    const int64_t group = weights.group > 0 ? weights.group : LARGEST_GROUP;
+    groups = ceil_div(weights.depth, group);
+    x_group = min(group, largest_x_group);
+    while (x_group << groups_shift < group) groups_shift++;
+    blocks = ceil_div(rows, most_rows);
+    chunk = max(1, ceil_div(panels * blocks, threads * QUANTIZED_ITEMS_PER_THREAD));
+    chunks = ceil_div(panels, chunk);
   }
-  if (rows == 0 || columns == 0) return;
-  const int64_t group = weights.group > 0 ? weights.group : WHOLE_ROW_GROUP;
-  const int64_t groups = ceil_div(weights.depth, group);
-  const int64_t most_rows = min(QuantizedRows::max_rows(weights.depth), MAX_TILES * ROW_TILE);
-  const int64_t blocks = ceil_div(rows, most_rows);
-  const int64_t even_share = ceil_div(panels * blocks, threads * QUANTIZED_ITEMS_PER_THREAD);
-  const int64_t resident = PANEL_CHUNK_BYTES / max(1, ceil_div(weights.depth, STEP_COLUMNS) * Format::STEP_BYTES);
-  const int64_t chunk = max(1, min(even_share, resident));
-  parallel_for(ceil_div(panels, chunk) * blocks, threads, [&](int64_t item) {
-    const int64_t b = item % blocks, begin = item / blocks * chunk, end = min(panels, begin + chunk);
-    const int64_t first = rows * b / blocks, count = rows * (b + 1) / blocks - first;
-    const QuantizedRows packed(static_cast<const X*>(x) + first * x_stride, x_stride, count, weights.depth, group,
-                               weights.matrices[0].offsets != nullptr ? 0 : Format::MIDDLE);
+};
+
+// One call: X are the elements of x, of the bias and of the output.
+template <class X, class Format>
+struct QuantizedLinear {
+  using Rows = QuantizedRows<typename Format::Value>;
+
+  const X* x;
+  int64_t x_stride, rows;
+  const Weights& weights;
+  const X* bias;
+  X* out;
+  QuantizedPlan plan;
+
+  static int64_t most_rows(int64_t depth) { return min(Rows::max_rows(depth), MAX_TILES * ROW_TILE); }
+
+  // `packed` stays with the thread: a block of x is packed once for all of its chunks.
+  void compute(Rows& packed, int64_t item) const {
+    const int64_t block = item / plan.chunks, begin = item % plan.chunks * plan.chunk;
+    const int64_t end = min(plan.panels, begin + plan.chunk);
+    const int64_t first = rows * block / plan.blocks, count = rows * (block + 1) / plan.blocks - first;
+    if (packed.index != block)
+      packed.template pack<Format>(block, x + first * x_stride, x_stride, count, weights.depth, plan.x_group,
+                                   weights.matrices[0].offsets == nullptr);
     int64_t before = 0, column = 0;  // panels and output columns of the matrices before this one
     for (int64_t i = 0; i < weights.count; i++) {
       const Matrix& matrix = weights.matrices[i];
       const int64_t own = ceil_div(matrix.rows, PANEL);
       for (int64_t p = max(0, begin - before); p < min(own, end - before); p++) {
         const int64_t at = column + p * PANEL;
-        multiply_by_panel<X, Format>(packed, group, panel_of(weights, matrix, p, Format::STEP_BYTES, groups),
-                                     bias == nullptr ? nullptr : static_cast<const X*>(bias) + at,
-                                     static_cast<X*>(out) + first * columns + at, columns,
-                                     min(PANEL, matrix.rows - p * PANEL));
+        multiply_by_panel(packed, panel_of(weights, matrix, p, Format::STEP_BYTES, plan.groups),
+                          bias == nullptr ? nullptr : bias + at, out + first * plan.columns + at,
+                          min(PANEL, matrix.rows - p * PANEL));
       }
       before += own;
       column += matrix.rows;
     }
-  });
+  }
+
+  // to[i, j] = packed row i times the panel's row j.
+  void multiply_by_panel(const Rows& packed, const Panel& panel, const X* panel_bias, X* to, int64_t columns) const {
+    constexpr int64_t NEAR = 2048;  // bytes ahead when a single tile passes
+    const int64_t tiles = ceil_div(packed.count, ROW_TILE), share = panel.bytes / tiles;
+    const uint8_t* next = panel.steps + (tiles > 1 ? panel.bytes : NEAR);
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t first = packed.count * t / tiles, width = packed.count * (t + 1) / tiles - first;
+      Vec sums[ROW_TILE][VECTORS];
+      MULTIPLY_ROWS<Format>[width - 1](packed, first, plan.groups_shift, panel,
+                                       Upcoming{next + share * t, Format::STEP_BYTES / tiles}, sums);
+      for (int64_t r = 0; r < width; r++)
+        store_panel(sums[r], panel.row_scales, panel_bias, to + (first + r) * plan.columns, columns);
+    }
+  }
+};
+
+template <class X, class Format>
+void multiply_quantized(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias,
+                        void* out, int threads) {
+  using Call = QuantizedLinear<X, Format>;
+  if (rows == 0) return;
+  const Call call{static_cast<const X*>(x), x_stride, rows, weights, static_cast<const X*>(bias), static_cast<X*>(out),
+                  QuantizedPlan(weights, rows, Call::most_rows(weights.depth), Format::X_GROUP, threads)};
+  parallel_for_with<typename Call::Rows>(call.plan.chunks * call.plan.blocks, threads,
+                                         [&](auto& packed, int64_t item) { call.compute(packed, item); });
 }
 
 }  // namespace

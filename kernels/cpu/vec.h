@@ -6,6 +6,10 @@
 
 #include <cstdint>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 // Else the compiler loads a vector again for each use, puts a sum off, or rounds a product together with a later sum.
 #if defined(__x86_64__)
 #define KEEP_IN_REGISTER(vec) asm("" : "+v"(vec))
@@ -45,6 +49,7 @@ inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 inline Vec fill(float x) { return x - Vec{}; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline VecInt max(VecInt a, VecInt b) { return a > b ? a : b; }
 
 inline Vec load(const float* p) {
   Vec v;
@@ -62,9 +67,13 @@ inline Vec load(const bf16* p) {
 inline Vec load(const half* p) {
   VecHalf bits;
   __builtin_memcpy(&bits, p, sizeof bits);
+#if defined(__F16C__) && !defined(__AVX512F__)
+  return (Vec)_mm256_cvtph_ps((__m128i)bits);
+#else
   const VecUint wide = __builtin_convertvector(bits, VecUint);
   const Vec size = (Vec)((wide & 0x7fff) << 13) * 0x1p112f;  // the exponent's bias: 127 - 15
   return (Vec)((VecUint)size | (wide & 0x8000) << 16);
+#endif
 }
 
 inline void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof v); }
@@ -187,6 +196,14 @@ inline float largest(Vec v) {
   const Vec halves = max(v, pick(v, v, [](int i) { return i ^ WIDTH; }));
   if constexpr (WIDTH > 1) return largest<WIDTH / 2>(halves);
   return halves[0];
+}
+
+// All lanes combined, in each of them.
+template <int WIDTH = LANES / 2, class Combine>
+inline VecInt over_lanes(VecInt v, const Combine& combine) {
+  const VecInt halves = combine(v, (VecInt)pick((Vec)v, (Vec)v, [](int i) { return i ^ WIDTH; }));
+  if constexpr (WIDTH > 1) return over_lanes<WIDTH / 2>(halves, combine);
+  return halves;
 }
 
 // e^x for x <= 0, to about 2 ulp: x = n ln 2 + r, a polynomial of r (Moshier's Cephes), 2^n through the exponent bits.

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels.linear import LinearWeights
-from kernels.quantized import QuantizedMatrix, dequantized
+from kernels.quantized import GROUPS, QuantizedMatrix, dequantized
 from kernels.reference.precision import widened
+
+_SMALLEST_RANGE = 1e-30  # a group with nothing larger counts as zeros: its inverse would overflow
 
 
 def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
@@ -20,8 +22,22 @@ def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
 
 
 def _product(x: torch.Tensor, part: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-    weight = dequantized(part) if isinstance(part, QuantizedMatrix) else part
-    if weight.dtype == x.dtype:  # torch sums in float32 and rounds once by itself
-        return F.linear(x, weight, bias)
+    if isinstance(part, QuantizedMatrix):
+        return F.linear(rounded(x, part), dequantized(part), None if bias is None else bias.float())
+    if part.dtype == x.dtype:  # torch sums in float32 and rounds once by itself
+        return F.linear(x, part, bias)
     wide = widened(x)
-    return F.linear(wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype))
+    return F.linear(wide, part.to(wide.dtype), None if bias is None else bias.to(wide.dtype))
+
+
+def rounded(x: torch.Tensor, part: QuantizedMatrix) -> torch.Tensor:
+    """What stands for x in a product with `part`, float32 [M, K]: integers times a scale for each row and group."""
+    group, most = (min(GROUPS), 127.0) if part.bits == 4 else (part.group or max(GROUPS), 32767.0)
+    rows, columns = x.shape
+    groups = F.pad(x.float(), (0, -columns % group)).view(rows, -(-columns // group), group)
+    ranges = groups.abs().amax(2, keepdim=True)
+    largest, zeros = torch.full_like(ranges, most), torch.zeros_like(ranges)
+    inverse = torch.where(ranges > _SMALLEST_RANGE, largest / ranges, zeros)  # not most / ranges: that rounds twice
+    scales = torch.where(ranges < _SMALLEST_RANGE, zeros, ranges / largest)
+    padded: torch.Tensor = ((groups * inverse).round() * scales).view(rows, groups.shape[1] * group)
+    return padded[:, :columns]

@@ -24,7 +24,7 @@ def unpack(pieces, BITS: tl.constexpr, SUBTRACT: tl.constexpr):
     """int32 [K / n, N] of n weights each -> int32 [K, N]; kernels/quantized.py has the order."""
     if BITS == 4:
         i = tl.arange(0, 8)[None, :, None]
-        levels = ((pieces[:, None, :] >> (i % 2 * 16 + i // 2 * 4)) & 15) - SUBTRACT
+        levels = ((pieces[:, None, :] >> (i % 4 * 8 + i // 4 * 4)) & 15) - SUBTRACT
     else:
         i = tl.arange(0, 2)[None, :, None]
         levels = (pieces[:, None, :] << (24 - 8 * i)) >> 24  # with its sign

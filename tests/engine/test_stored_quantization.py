@@ -41,6 +41,7 @@ AWQ_AND_GPTQ = [
 ]
 
 
+@pytest.mark.usefixtures("float_activations")
 @pytest.mark.parametrize("recipe", AWQ_AND_GPTQ, ids=str)
 def test_a_quantised_checkpoint_gives_the_logits_of_its_values(recipe: Recipe, tmp_path: Path) -> None:
     model = make_quantized(tmp_path / "m", recipe)
@@ -113,6 +114,7 @@ def test_what_cannot_be_computed_is_refused_in_one_line(name: str, tmp_path: Pat
     assert not list((cache_dir().parent).glob("quantized/*.safetensors"))
 
 
+@pytest.mark.usefixtures("float_activations")
 def test_unlike_parts_become_alike(tmp_path: Path) -> None:
     """A checkpoint may leave single projections unquantised."""
     model = make_quantized(tmp_path / "m", Recipe("awq"))
@@ -131,6 +133,7 @@ def test_unlike_parts_become_alike(tmp_path: Path) -> None:
 BLOCKS = [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0]
 
 
+@pytest.mark.usefixtures("float_activations")
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_gguf_files_own_blocks_give_the_logits_of_their_values(

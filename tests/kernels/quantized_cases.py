@@ -1,4 +1,4 @@
-"""Random quantised matrices with their values in float64, and what rounding x to 16 bits may do to a product."""
+"""Random quantised matrices with their values in float64, and what rounding x to integers may do to a product."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ def make_matrix(rows: int, columns: int, of: Format) -> tuple[QuantizedMatrix, A
     return matrix, values * float64(row_scales)[:, None]
 
 
-def rounding(x: torch.Tensor, weights: Array, group: int | None) -> Array:
-    """The most that 16-bit integers for x may change x W^T by, [M, N]: half a step for each column."""
-    width, columns = group or 128, x.shape[1]
+def rounding(x: torch.Tensor, weights: Array, of: Format) -> Array:
+    """The most that integers for x may change x W^T by, [M, N]: half a step for each column."""
+    largest, width = (127, 32) if of.bits == 4 else (32767, of.group or 128)
+    columns = x.shape[1]
     steps = np.empty(x.shape)
     for begin in range(0, columns, width):
-        steps[:, begin : begin + width] = np.abs(float64(x[:, begin : begin + width])).max(1, keepdims=True) / 32767
+        steps[:, begin : begin + width] = np.abs(float64(x[:, begin : begin + width])).max(1, keepdims=True) / largest
     return np.asarray(0.5 * steps @ np.abs(weights).T)
 
 

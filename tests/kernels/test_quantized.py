@@ -32,9 +32,11 @@ def test_packing_keeps_every_weight(of: Format, columns: int) -> None:
 def test_the_order_in_memory_is_as_documented() -> None:
     levels = torch.arange(16 * 8).view(16, 8) % 16
     four = pack(levels, bits=4, scales=torch.ones(16, 1)).packed
-    words = four.view(torch.int32).view(16)
     assert all(
-        words[n] >> (16 * p + 4 * j) & 15 == levels[n, 2 * j + p] for n in range(16) for j in range(4) for p in (0, 1)
+        four[0, 0, n, i] >> 4 * half & 15 == levels[n, 4 * half + i]
+        for n in range(16)
+        for i in range(4)
+        for half in (0, 1)
     )
     eight = pack(levels, bits=8).packed
     assert all(eight[0, 0, j, n, p] == levels[n, 2 * j + p] for n in range(16) for j in range(4) for p in (0, 1))
@@ -71,7 +73,7 @@ def test_products_equal_float64(
     expected = float64(x) @ dense.T + (float64(added) if bias else 0.0)
     size = np.abs(float64(x)) @ _sizes(parts).T + (np.abs(float64(added)) if bias else 0.0)
     relative = 0.0 if x_dtype == FLOAT32 else TOLERANCE[x_dtype][0]
-    bound = rounding(x, _sizes(parts), of.group) + 1e-6 * size + relative * np.abs(expected)
+    bound = rounding(x, _sizes(parts), of) + 1e-6 * size + relative * np.abs(expected)
     assert actual.dtype == x_dtype
     assert np.all(np.abs(float64(actual) - expected) <= bound)  # NaN is never less
 
@@ -88,6 +90,19 @@ def _sizes(parts: tuple[QuantizedMatrix, ...]) -> np.ndarray:
             size = of_rows.repeat_interleave(part.group or 0, 1)[:, : part.columns] * part.row_scales[: part.rows, None]
         sizes.append(float64(size))
     return np.concatenate(sizes)
+
+
+@every_cpu
+@every_format
+@pytest.mark.parametrize("columns", [1, 37, 330])
+def test_the_reference_rounds_to_the_same_integers(implementation: str, of: Format, columns: int) -> None:
+    """So that only float32 sums differ: another integer for one x would be seen."""
+    matrix, _ = make_matrix(37, columns, of)
+    weights, x = LinearWeights((matrix,)), torch.randn(50, columns) * torch.logspace(-3, 3, 50)[:, None]
+    with using(implementation) as backend:
+        actual = linear(x, weights, backend=backend)
+    expected = linear(x, weights, backend="reference")
+    assert np.all(np.abs(float64(actual) - float64(expected)) <= 3e-7 * np.abs(float64(x)) @ _sizes((matrix,)).T)
 
 
 @every_cpu
@@ -149,8 +164,8 @@ def test_every_finite_half_scales_exactly(implementation: str) -> None:
     halves = halves[halves.isfinite()]
     matrix = pack(torch.full((len(halves), 1), 9), bits=4, scales=halves[:, None])
     with using(implementation) as backend:
-        out = linear(torch.full((1, 1), 32767.0), LinearWeights((matrix,)), backend=backend)
-    assert torch.equal(out[0], halves.float() * 32767.0)
+        out = linear(torch.full((1, 1), 127.0), LinearWeights((matrix,)), backend=backend)
+    assert torch.equal(out[0], halves.float() * 127.0)
 
 
 def test_wrong_matrices_are_named() -> None:

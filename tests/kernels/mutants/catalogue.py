@@ -211,7 +211,7 @@ MUTANTS = [
         ("first group's scale for all", "num_groups + group) * PANEL", "num_groups) * PANEL"),
         ("offsets missing", "products += tl.sum(x.to(tl.float32), 1)[:, None] * offsets[None, :]", "products += 0.0"),
         ("bias missing", "acc += tl.load(bias_ptr + n", "acc += 0.0 * tl.load(bias_ptr + n"),
-        ("nibbles in plain order", "i % 2 * 16 + i // 2 * 4", "i * 4"),
+        ("nibbles in plain order", "i % 4 * 8 + i // 4 * 4", "i * 4"),
         ("middle not subtracted", "& 15) - SUBTRACT", "& 15)"),
         ("bytes without a sign", "(pieces[:, None, :] << (24 - 8 * i)) >> 24", "(pieces[:, None, :] >> (8 * i)) & 255"),
         ("wrong panel", "panel = (n // PANEL)", "panel = (n // (2 * PANEL))"),
