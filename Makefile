@@ -89,6 +89,10 @@ bench-engine: $(WARM_STAMP) ## the whole path against vLLM and llama.cpp: make b
 mutants: $(TEST_STAMP) ## plant known mistakes in the Triton kernels: the tests must notice each (some 15 minutes)
 	@exec $(PY) -m tests.kernels.mutants $(ARGS)
 
+.PHONY: emulate
+emulate: $(RUN_STAMP) ## run the CPU kernels for AVX-512 and AMX in an emulator, compare with the portable build
+	@exec $(PY) -m tests.kernels.emulated $(ARGS)
+
 .PHONY: bench-gpu
 bench-gpu: $(TEST_STAMP) ## GPU kernels and steps against their roofline and other libraries
 	@exec $(PY) -m bench.kernels.bench_gpu $(ARGS)

@@ -5,6 +5,10 @@
 
 #ifdef HAVE_X86_LEVELS
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -15,6 +19,7 @@ extern const Ops ops_baseline;
 #ifdef HAVE_X86_LEVELS
 extern const Ops ops_avx2;
 extern const Ops ops_avx512;
+extern const Ops ops_amx;
 
 // Older compilers know no name for it.
 static bool has_f16c() {
@@ -28,12 +33,30 @@ static bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+
+#if defined(__linux__)
+// Linux gives the tile registers to no process that has not asked for them; once for all its threads is enough.
+static bool may_use_tiles() {
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+
+static bool has_amx() {
+  constexpr unsigned AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24;
+  unsigned a, b, c, d;
+  if (!has_avx512() || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  return (d & AMX_BF16) != 0 && (d & AMX_TILE) != 0 && may_use_tiles();
+}
+#else
+static bool has_amx() { return false; }
+#endif
 #endif
 
 // The best build that runs here, or the one named `isa`; null when that one is unknown or cannot run here.
 EXPORT const Ops* pdserve_ops(const char* isa) {
   const auto wanted = [isa](const Ops& ops) { return isa == nullptr || std::strcmp(isa, ops.isa) == 0; };
 #ifdef HAVE_X86_LEVELS
+  if (wanted(ops_amx) && has_amx()) return &ops_amx;
   if (wanted(ops_avx512) && has_avx512()) return &ops_avx512;
   if (wanted(ops_avx2) && has_avx2()) return &ops_avx2;
 #endif

@@ -13,11 +13,23 @@
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 
+#ifdef FLOAT32_ISA  // float32 gains nothing from this build's instructions: that build computes it
+extern const Ops JOIN(ops_, FLOAT32_ISA);
+#define BY_TYPE(op) by_type<&Ops::op, op<bf16>>
+#else
+#define BY_TYPE(op) by_type<op<float>, op<bf16>>
+#endif
+
 namespace {
 
 template <auto FLOAT32_OP, auto BFLOAT16_OP, class... Arguments>
 int64_t by_type(DType dtype, Arguments... arguments) {
-  return dtype == BFLOAT16 ? BFLOAT16_OP(arguments...) : FLOAT32_OP(arguments...);
+  if (dtype == BFLOAT16) return BFLOAT16_OP(arguments...);
+#ifdef FLOAT32_ISA
+  return (JOIN(ops_, FLOAT32_ISA).*FLOAT32_OP)(dtype, arguments...);
+#else
+  return FLOAT32_OP(arguments...);
+#endif
 }
 
 }  // namespace
@@ -25,16 +37,16 @@ int64_t by_type(DType dtype, Arguments... arguments) {
 extern const Ops JOIN(ops_, ISA);
 const Ops JOIN(ops_, ISA) = {
     TEXT(ISA),
-    by_type<paged_decode<float>, paged_decode<bf16>>,
-    by_type<paged_prefill<float>, paged_prefill<bf16>>,
-    by_type<kv_write<float>, kv_write<bf16>>,
-    by_type<rms_norm<float>, rms_norm<bf16>>,
-    by_type<rope<float>, rope<bf16>>,
-    by_type<silu_mul<float>, silu_mul<bf16>>,
-    by_type<gelu_mul<float>, gelu_mul<bf16>>,
-    by_type<linear<float>, linear<bf16>>,
-    by_type<run_stages<float>, run_stages<bf16>>,
-    by_type<forward<float>, forward<bf16>>,
+    BY_TYPE(paged_decode),
+    BY_TYPE(paged_prefill),
+    BY_TYPE(kv_write),
+    BY_TYPE(rms_norm),
+    BY_TYPE(rope),
+    BY_TYPE(silu_mul),
+    BY_TYPE(gelu_mul),
+    BY_TYPE(linear),
+    BY_TYPE(run_stages),
+    BY_TYPE(forward),
     copy_rows,
     sample,
 };

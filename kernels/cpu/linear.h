@@ -5,6 +5,7 @@
 // neither the rows beside it nor the thread. x is packed instead: it is small, and each item of work reuses its own.
 #pragma once
 
+#include "linear_amx.h"
 #include "linear_quantized.h"
 #include "ops.h"
 #include "parallel.h"
@@ -128,6 +129,7 @@ constexpr decltype(&multiply_tile<W, 1>) MULTIPLY_BY_WIDTH[TILE] = {
 // Up to X_BLOCK rows of x, packed, against any rows of W.
 template <class X, class W>
 struct LinearBlock {
+  static constexpr int64_t WEIGHT_ROWS = WEIGHT_BLOCK;
   int64_t index = -1;  // which rows of x are packed
   int64_t rows, depth, padded_depth, tiles;
   alignas(64) Vec sums[X_BLOCK * WEIGHT_BLOCK + LANES];  // a row is read in whole vectors
@@ -189,17 +191,17 @@ struct LinearBlock {
   }
 };
 
-template <class X, class W>
+template <class X, class Block>
 void multiply_all(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias, void* out,
                   int threads) {
   int64_t columns = 0;
   for (int64_t i = 0; i < weights.count; i++) columns += weights.matrices[i].rows;
-  const int64_t most_rows = LinearBlock<X, W>::max_rows(weights.depth), blocks = ceil_div(rows, most_rows);
+  const int64_t most_rows = Block::max_rows(weights.depth), blocks = ceil_div(rows, most_rows);
   if (blocks == 0 || columns == 0) return;
   const int64_t even_share = ceil_div(columns * blocks, threads * ITEMS_PER_THREAD);
-  const int64_t chunk = round_up(min(columns, even_share), WEIGHT_BLOCK), chunks = ceil_div(columns, chunk);
+  const int64_t chunk = round_up(min(columns, even_share), Block::WEIGHT_ROWS), chunks = ceil_div(columns, chunk);
   // One block of x after the other, so that a thread packs each but once.
-  parallel_for_with<LinearBlock<X, W>>(chunks * blocks, threads, [&](auto& block, int64_t item) {
+  parallel_for_with<Block>(chunks * blocks, threads, [&](auto& block, int64_t item) {
     const int64_t b = item / chunks, begin = item % chunks * chunk, end = min(columns, begin + chunk);
     const int64_t first = b * most_rows;
     if (block.index != b)
@@ -211,13 +213,26 @@ void multiply_all(const void* x, int64_t x_stride, int64_t rows, const Weights& 
   });
 }
 
+// What multiplies x of type X by W.
+template <class X, class W>
+struct BlockOf {
+  using Type = LinearBlock<X, W>;
+};
+#ifdef HAVE_AMX
+static_assert(AmxBlock::MAX_PACKED >= TILE_ROWS * MAX_DEPTH);
+template <>
+struct BlockOf<bf16, bf16> {
+  using Type = AmxBlock;
+};
+#endif
+
 template <class X>
 int64_t linear(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias, void* out,
                   int threads) {
   const auto run = weights.dtype == INT4       ? multiply_quantized<X, Int4>
                    : weights.dtype == INT8     ? multiply_quantized<X, Int8>
-                   : weights.dtype == BFLOAT16 ? multiply_all<X, bf16>
-                                               : multiply_all<X, float>;
+                   : weights.dtype == BFLOAT16 ? multiply_all<X, typename BlockOf<X, bf16>::Type>
+                                               : multiply_all<X, typename BlockOf<X, float>::Type>;
   run(x, x_stride, rows, weights, bias, out, threads);
   return OK;
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from weakref import WeakKeyDictionary
 
@@ -50,10 +49,9 @@ def max_rows_in_cpp(weights: LinearWeights, x_dtype: torch.dtype) -> int:
     if weights.dtype not in _WEIGHT_DTYPES or not 0 < weights.columns <= MAX_DEPTH:
         return 0
     both_bfloat16 = x_dtype == weights.dtype == torch.bfloat16
-    return _MEMORY_BOUND_ROWS if both_bfloat16 and _has_bfloat16_units() else sys.maxsize
+    return _MEMORY_BOUND_ROWS if both_bfloat16 and _torch_has_better_units() else sys.maxsize
 
 
-@functools.cache
-def _has_bfloat16_units() -> bool:
-    """Whether the processor multiplies bfloat16 (AVX512-BF16, AMX), which torch makes use of and our C++ does not."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def _torch_has_better_units() -> bool:
+    """Whether the processor multiplies bfloat16 in a way (AVX512-BF16) that torch makes use of and our C++ does not."""
+    return torch.cpu._is_avx512_bf16_supported() and library().isa != "amx"

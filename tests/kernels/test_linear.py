@@ -174,7 +174,7 @@ def test_torch_computes_where_the_processor_multiplies_bfloat16(
 ) -> None:
     weights, x = make_weights((9,), 33), make_x(rows, 33, x_dtype)
     with (
-        mock.patch.object(cpu_linear, "_has_bfloat16_units", return_value=units),
+        mock.patch.object(cpu_linear, "_torch_has_better_units", return_value=units),
         mock.patch.object(reference, "linear", wraps=reference.linear) as torch_linear,
     ):
         assert_product(linear(x, weights, backend="cpu"), x, weights)
