@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _SOURCES = Path(__file__).parent
@@ -94,7 +95,8 @@ def _built_elsewhere(directory: Path) -> Path:
 def _compile(compiler: str, target: Path) -> None:
     levels = _levels()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
-        objects = [_compile_level(compiler, isa, flags, Path(scratch)) for isa, flags in levels.items()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each waits for a compiler of its own
+            objects = list(pool.map(lambda isa: _compile_level(compiler, isa, levels[isa], Path(scratch)), levels))
         library = Path(scratch) / "kernels.so"
         dispatch = ["-DHAVE_X86_LEVELS"] if len(levels) > 1 else []
         sources = [str(_SOURCES / "dispatch.cpp"), *map(str, objects)]

@@ -10,19 +10,31 @@
 #include "vec.h"
 namespace {
 
+constexpr int MAX_MEMBERS = 256;
+
 struct Team {
-  int64_t next = 0;     // item of the present loop
-  int64_t arrived = 0;  // members that found none
+  // The next item of a member's own share of the present loop: on a cache line of its own, as its owner mostly asks.
+  struct alignas(64) Share {
+    int64_t next = 0;
+  };
+  Share shares[MAX_MEMBERS];
+  int64_t arrived = 0;  // members that found no item any more
   int64_t loop = 0;
   int64_t members = 1;
+  int64_t numbered = 0;  // members that have their number
 
-  // Computes items of the present loop as long as there are any.
+  // Computes items of the present loop as long as there are any: a member's own share, which is a run of items, since
+  // neighbours often share what they read; then what others have not come to.
   template <class Body>
-  void take(int64_t items, const Body& body) {
-    for (;;) {
-      const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (item >= items) return;
-      body(item);
+  void take(int64_t items, int64_t member, const Body& body) {
+    for (int64_t i = 0; i < members; i++) {
+      const int64_t owner = (member + i) % members, begin = items * owner / members;
+      const int64_t end = items * (owner + 1) / members;
+      for (;;) {
+        const int64_t item = begin + __atomic_fetch_add(&shares[owner].next, 1, __ATOMIC_RELAXED);
+        if (item >= end) break;
+        body(item);
+      }
     }
   }
 
@@ -31,7 +43,8 @@ struct Team {
     constexpr int PATIENCE = 4096;  // looks (some 50 us) before a waiting thread offers its core to others
     const int64_t present = __atomic_load_n(&loop, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == members) {
-      next = arrived = 0;
+      for (int64_t i = 0; i < members; i++) shares[i].next = 0;
+      arrived = 0;
       __atomic_store_n(&loop, present + 1, __ATOMIC_RELEASE);
       return;
     }
@@ -47,6 +60,7 @@ struct Team {
 };
 
 thread_local Team* current_team = nullptr;  // of the region that this thread runs in
+thread_local int64_t current_member = 0;    // this thread's number in it
 
 // Calls body() on at most `threads` threads at once. Loops in it are shared; whatever else it does, each thread does.
 template <class Body>
@@ -58,12 +72,13 @@ inline void in_one_region(int threads, const Body& body) {
   const auto enter = [](void* shared) {
     Region& entered = *static_cast<Region*>(shared);
     __atomic_store_n(&entered.team.members, openmp.num_threads(), __ATOMIC_RELAXED);  // may be fewer than asked for
+    current_member = __atomic_fetch_add(&entered.team.numbered, 1, __ATOMIC_RELAXED);
     current_team = &entered.team;
     entered.body();
     current_team = nullptr;
   };
   if (threads <= 1 || openmp.parallel == nullptr) return body();
-  openmp.parallel(enter, &region, static_cast<unsigned>(threads), 0);
+  openmp.parallel(enter, &region, static_cast<unsigned>(min(threads, MAX_MEMBERS)), 0);
 }
 
 // Calls body(state, i) for i in 0 .. items - 1, on at most `threads` threads, in any order, and returns when all are
@@ -72,14 +87,14 @@ template <class State, class Body>
 inline void parallel_for_with(int64_t items, int threads, const Body& body) {
   if (current_team != nullptr) {
     State state;
-    current_team->take(items, [&](int64_t i) { body(state, i); });
+    current_team->take(items, current_member, [&](int64_t i) { body(state, i); });
     return current_team->meet();
   }
   const int64_t members = min(threads, items);
   if (members > 1 && openmp.parallel != nullptr)  // whose end they wait for anyway
     return in_one_region(static_cast<int>(members), [&] {
       State state;
-      current_team->take(items, [&](int64_t i) { body(state, i); });
+      current_team->take(items, current_member, [&](int64_t i) { body(state, i); });
     });
   State state;
   for (int64_t i = 0; i < items; i++) body(state, i);
