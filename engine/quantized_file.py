@@ -45,14 +45,23 @@ def quantized_file(model_dir: Path, config: ModelConfig, quantization: str) -> P
     key = f"{model_name(model_dir)}-{weights_revision(model_dir)}-{kind}-{QUANTIZER_VERSION}"
     target = cache_dir().parent / "quantized" / f"{key}.safetensors"
     try:
-        if not target.is_file():
+        if not _is_whole(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             with locked(target.with_name(f".{key}.lock")):
-                if not target.is_file():  # another process may have made it while we waited
+                if not _is_whole(target):  # another process may have made it while we waited
                     _make(model_dir, config, quantization, target)
     except OSError as error:
         raise CheckpointError(f"cannot write the quantised weights of {model_dir} to {target}: {error}") from error
     return target
+
+
+def _is_whole(file: Path) -> bool:
+    """A file that was cut short later is none: it is made anew."""
+    try:
+        read_header(file)
+    except (FileNotFoundError, CheckpointError):
+        return False
+    return True
 
 
 class QuantizedFile:

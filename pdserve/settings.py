@@ -61,7 +61,7 @@ class StackSettings(Settings):
     cluster: str = Field("default", min_length=1, description="separates stacks that share a registry")
     run_dir: Path | None = Field(None, description="logs and sockets; unset: a new one under the temporary directory")
     start_timeout_s: float = Field(180.0, gt=0, description="how long each process may take to become ready")
-    drain_timeout_s: int = Field(5, ge=0, description="how long a stopping pod may finish what it has")
+    drain_timeout_s: int = Field(5, ge=0, description="how long running answers may take when the stack stops")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of all processes")
 
     @classmethod

@@ -19,7 +19,7 @@ REGISTRY_STARTS, REST_STARTS = 0, 1
 GATEWAY_STOPS, ROUTER_STOPS, PODS_STOP, REGISTRY_STOPS = 0, 1, 2, 3
 
 FRONT_GRACE_S = 5.0
-KILL_MARGIN_S = 3.0  # past a pod's own drain timeout
+KILL_MARGIN_S = 3.0  # past a process's own drain timeout
 
 # No process of a stack may reach out to a model hub; the router's tokeniser and torch share cores with the pods. gRPC's
 # event engine passes each message on from thread to thread: some ten wake-ups a token on cores that are computing. With
@@ -143,7 +143,7 @@ def _router(plan: Plan) -> ProcessSpec:
         "served-model-name": settings.served_model_name or None,
         "log-level": settings.log_level,
     }
-    return _front(ROUTER, _python(plan, "router", flags), ROUTER_STOPS)
+    return _front(ROUTER, _python(plan, "router", flags), ROUTER_STOPS, FRONT_GRACE_S)
 
 
 def _gateway(plan: Plan) -> ProcessSpec:
@@ -152,19 +152,20 @@ def _gateway(plan: Plan) -> ProcessSpec:
         "host": settings.host,
         "port": plan.port,
         "router": plan.router_address,
+        "drain-timeout-s": settings.drain_timeout_s,
         "log-level": settings.log_level,
     }
-    return _front(GATEWAY, _python(plan, "gateway", flags), GATEWAY_STOPS)
+    return _front(GATEWAY, _python(plan, "gateway", flags), GATEWAY_STOPS, settings.drain_timeout_s + KILL_MARGIN_S)
 
 
-def _front(name: str, command: tuple[str, ...], stop_stage: int) -> ProcessSpec:
+def _front(name: str, command: tuple[str, ...], stop_stage: int, stop_grace_s: float) -> ProcessSpec:
     return ProcessSpec(
         name=name,
         command=command,
         start_stage=REST_STARTS,
         stop_stage=stop_stage,
         ready_marker=READY,
-        stop_grace_s=FRONT_GRACE_S,
+        stop_grace_s=stop_grace_s,
         env={**BASE_ENV, "OMP_NUM_THREADS": "1"},
     )
 

@@ -176,6 +176,17 @@ def test_the_file_is_made_once_and_mapped_by_all(tmp_path: Path, monkeypatch: py
     assert str(files[0]) not in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.parametrize("num_bytes", [0, 4, 1000, -1000])
+def test_a_file_that_was_cut_short_is_made_anew(num_bytes: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    whole = values_of(load(tmp_path / "m", "int4").head).clone()
+    (file,) = (cache_dir().parent / "quantized").glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:num_bytes])
+    assert torch.equal(values_of(load(tmp_path / "m", "int4").head), whole)
+    assert file.read_bytes() == content
+
+
 def test_two_processes_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads stand for processes: the lock belongs to the open file."""
     make_checkpoint(tmp_path / "m")

@@ -131,8 +131,9 @@ def test_the_stop_follows_a_requests_way_and_the_registry_starts_first() -> None
     assert [s.name for s in specs if s.start_stage == 0] == ["registry"]
 
 
-def test_a_pod_is_killed_only_after_its_own_drain() -> None:
-    spec = by_name(plan("--drain-timeout-s", "7"))["decode-0"]
+@pytest.mark.parametrize("name", ["gateway", "decode-0"])
+def test_who_drains_is_killed_only_after_that(name: str) -> None:
+    spec = by_name(plan("--drain-timeout-s", "7"))[name]
     assert spec.stop_grace_s > loaded(spec).drain_timeout_s == 7
 
 
