@@ -1,4 +1,15 @@
-"""`python -m tests.kernels.emulated`: compiles, boots, prints the report; status 1 when any result is wrong."""
+"""Runs the builds of the CPU kernels that this machine's processor cannot execute, in an emulator: `make emulate`.
+
+Bochs emulates a Sapphire Rapids Xeon, whose AVX-512 and AMX the kernels are compiled for. Bochs 3.0 lacks what Linux
+wants before it gives AMX to a process, so nothing runs underneath: boot.S switches the processor on, driver.cpp calls
+each build's ops over odd shapes and compares with the portable build's results, and the report leaves by the serial
+port. It says whether results are right; an emulator's speed says nothing about a processor's.
+
+On Debian: apt-get install bochs bochs-term xorriso isolinux syslinux-common g++. Where Bochs is too old (before 3.0),
+unpack the packages of a newer release with all they depend on (dpkg -x) into a folder and name it: ARGS="--root DIR".
+
+`python -m tests.kernels.emulated` compiles, boots and prints the report; status 1 when any result is wrong.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +66,7 @@ def emulate(root: Path, timeout_s: float) -> str:
     """The report of one run. root: where the packages' usr/ lies. Raises CannotRun."""
     for path in (root / "usr/bin/bochs-bin", *(root / "usr/lib" / name for name in _BOOT_FILES)):
         if not path.exists():
-            raise CannotRun(f"{path} does not exist: install what tests/kernels/emulated/__init__.py lists")
+            raise CannotRun(f"{path} does not exist: install what --help lists")
     with tempfile.TemporaryDirectory(prefix="emulated-") as scratch:
         folder = Path(scratch)
         _write_disc(root, _compile(folder), folder)
@@ -147,7 +158,11 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.kernels.emulated", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.kernels.emulated",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--root", type=Path, default=Path("/"), help="where Bochs's packages are unpacked (default: /)")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of the emulated run (default: 900)")
     arguments = parser.parse_args()
