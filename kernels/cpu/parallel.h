@@ -85,17 +85,17 @@ inline void in_one_region(int threads, const Body& body) {
 // done. Each thread has a State of its own for the whole loop.
 template <class State, class Body>
 inline void parallel_for_with(int64_t items, int threads, const Body& body) {
-  if (current_team != nullptr) {
+  const auto take_part = [&] {
     State state;
     current_team->take(items, current_member, [&](int64_t i) { body(state, i); });
+  };
+  if (current_team != nullptr) {
+    take_part();
     return current_team->meet();
   }
   const int64_t members = min(threads, items);
   if (members > 1 && openmp.parallel != nullptr)  // whose end they wait for anyway
-    return in_one_region(static_cast<int>(members), [&] {
-      State state;
-      current_team->take(items, current_member, [&](int64_t i) { body(state, i); });
-    });
+    return in_one_region(static_cast<int>(members), take_part);
   State state;
   for (int64_t i = 0; i < items; i++) body(state, i);
 }
