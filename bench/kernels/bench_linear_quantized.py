@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -125,22 +124,18 @@ def run_rounds(num_rounds: int) -> tuple[list[Round], dict[str, Model]]:
 
 
 def bars(rounds: list[Round]) -> list[Bar]:
-    def each(of: Callable[[Round], float]) -> tuple[float, ...]:
-        return tuple(map(of, rounds))
-
     found = []
     for kind in FORMATS:
-        share, growth, prefill = (
-            each(lambda r, k=kind: r.read[k] / r.ours[k][1]),  # type: ignore[misc]  # binds the loop's value
-            each(lambda r, k=kind: r.ours[k][8] / r.ours[k][1]),  # type: ignore[misc]  # likewise
-            each(lambda r, k=kind: r.torchs / r.ours[k][PREFILL_ROWS]),  # type: ignore[misc]  # likewise
-        )
+        share = tuple(r.read[kind] / r.ours[kind][1] for r in rounds)
+        growth = tuple(r.ours[kind][8] / r.ours[kind][1] for r in rounds)
+        prefill = tuple(r.torchs / r.ours[kind][PREFILL_ROWS] for r in rounds)
         found += [
             Bar(f"linear_{kind}_1_row_share_of_read", share, ">=", 0.60),
             Bar(f"linear_{kind}_8_rows_growth", growth, "<=", 2.5),
             Bar(f"linear_{kind}_1024_rows_to_torch", prefill, ">=", 1.0),
         ]
-    return [*found, Bar("linear_int8_1_row_to_torch", each(lambda r: r.int8_torchs / r.int8_layer), ">=", 1.0)]
+    to_torch = tuple(r.int8_torchs / r.int8_layer for r in rounds)
+    return [*found, Bar("linear_int8_1_row_to_torch", to_torch, ">=", 1.0)]
 
 
 def table(models: dict[str, Model], rounds: list[Round]) -> list[str]:
