@@ -76,6 +76,10 @@ bench-perplexity: $(RUN_STAMP) ## what quantised weights and KV cost in quality
 bench-step: $(WARM_STAMP) ## a decode step's cost beside the C++, and its growth with the batch
 	@exec $(PY) -m bench.engine.bench_step $(ARGS)
 
+.PHONY: bench-delivery
+bench-delivery: $(WARM_STAMP) ## processor time of pod, router, gateway and client for a step's tokens
+	@exec $(PY) -m bench.engine.bench_delivery $(ARGS)
+
 .PHONY: bench-peers
 bench-peers: $(RUN_STAMP) ## get vLLM and llama.cpp for bench-engine: make bench-peers DIR=/some/where
 	@$(if $(DIR),,echo "error: say where to: make bench-peers DIR=/some/where" >&2; exit 2)

@@ -13,14 +13,14 @@ from gateway.server import HttpServer, bind
 from gateway.settings import GatewaySettings
 from proto.service import configure_logging, freeze_memory, stop_event
 from proto.settings import ConfigError
-from router.client import RouterClient
+from router.gateway_client import GatewayClient
 
 
 async def serve(settings: GatewaySettings) -> None:
     """Serves until SIGTERM or SIGINT. Raises OSError when the port cannot be had."""
     stop = stop_event()
     listener = bind(settings.host, settings.port)
-    async with RouterClient(settings.router) as router:
+    async with GatewayClient(settings.router) as router:
         app = build_app(router, Metrics(), max_body_bytes=settings.max_body_bytes)
         server = HttpServer(app, listener, drain_timeout_s=settings.drain_timeout_s)
         await server.start()

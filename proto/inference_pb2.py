@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto import common_pb2 as proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15proto/inference.proto\x12\npdserve.v1\x1a\x12proto/common.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\'\n\x03SLO\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\r\x12\x0f\n\x07tpot_ms\x18\x02 \x01(\r\"\xa8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x1c\n\x03slo\x18\x08 \x01(\x0b\x32\x0f.pdserve.v1.SLO\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x13\n\x0b\x65\x63ho_prompt\x18\n \x01(\x08\x42\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"-\n\x0bLedgerEntry\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"S\n\x07\x41ttempt\x12\x13\n\x0bprefill_pod\x18\x01 \x01(\t\x12\x12\n\ndecode_pod\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x04 \x01(\t\"\x94\x02\n\x06Ledger\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x04 \x01(\x01\x12(\n\x07\x65ntries\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.LedgerEntry\x12%\n\x08\x61ttempts\x18\x06 \x03(\x0b\x32\x13.pdserve.v1.Attempt\x12\x16\n\x0etransfer_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x05\x12\x0f\n\x07outcome\x18\t \x01(\t\x12\x12\n\nnum_drafts\x18\n \x01(\x05\x12\x14\n\x0cnum_accepted\x18\x0b \x01(\x05\"\x8c\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\'\n\x06tokens\x18\x04 \x03(\x0b\x32\x17.pdserve.v1.TokenOutput\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x12\n\nstop_match\x18\x06 \x01(\t\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\"\n\x06ledger\x18\x08 \x01(\x0b\x32\x12.pdserve.v1.Ledger\x12\x13\n\x0bprompt_text\x18\t \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\";\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model\"(\n\x12GetTimelineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x12\n\x10GetStatusRequest\"4\n\x11GetStatusResponse\x12\x0f\n\x07serving\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xec\x02\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.pdserve.v1.AbortRequest\x1a\x19.pdserve.v1.AbortResponse\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponse\x12\x41\n\x0bGetTimeline\x12\x1e.pdserve.v1.GetTimelineRequest\x1a\x12.pdserve.v1.Ledger\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15proto/inference.proto\x12\npdserve.v1\x1a\x12proto/common.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\'\n\x03SLO\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\r\x12\x0f\n\x07tpot_ms\x18\x02 \x01(\r\"\xa8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x1c\n\x03slo\x18\x08 \x01(\x0b\x32\x0f.pdserve.v1.SLO\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x13\n\x0b\x65\x63ho_prompt\x18\n \x01(\x08\x42\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"-\n\x0bLedgerEntry\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"S\n\x07\x41ttempt\x12\x13\n\x0bprefill_pod\x18\x01 \x01(\t\x12\x12\n\ndecode_pod\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x04 \x01(\t\"\x94\x02\n\x06Ledger\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x04 \x01(\x01\x12(\n\x07\x65ntries\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.LedgerEntry\x12%\n\x08\x61ttempts\x18\x06 \x03(\x0b\x32\x13.pdserve.v1.Attempt\x12\x16\n\x0etransfer_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x05\x12\x0f\n\x07outcome\x18\t \x01(\t\x12\x12\n\nnum_drafts\x18\n \x01(\x05\x12\x14\n\x0cnum_accepted\x18\x0b \x01(\x05\"\x8c\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\'\n\x06tokens\x18\x04 \x03(\x0b\x32\x17.pdserve.v1.TokenOutput\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x12\n\nstop_match\x18\x06 \x01(\t\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\"\n\x06ledger\x18\x08 \x01(\x0b\x32\x12.pdserve.v1.Ledger\x12\x13\n\x0bprompt_text\x18\t \x01(\t\"\x86\x01\n\tStartCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12,\n\x07request\x18\x02 \x01(\x0b\x32\x1b.pdserve.v1.GenerateRequest\x12\x17\n\ntimeout_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmax_unread\x18\x04 \x01(\rB\r\n\x0b_timeout_ms\"2\n\x08\x43\x61llRead\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x15\n\rnum_responses\x18\x02 \x01(\r\"r\n\x13GenerateManyRequest\x12%\n\x06starts\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.StartCall\x12#\n\x05reads\x18\x02 \x03(\x0b\x32\x14.pdserve.v1.CallRead\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\x04\"\x81\x01\n\x08\x43\x61llNews\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12/\n\tresponses\x18\x02 \x03(\x0b\x32\x1c.pdserve.v1.GenerateResponse\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.ErrorInfo\"M\n\x14GenerateManyResponse\x12#\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x14.pdserve.v1.CallNews\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\";\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model\"(\n\x12GetTimelineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x12\n\x10GetStatusRequest\"4\n\x11GetStatusResponse\x12\x0f\n\x07serving\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xc3\x03\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12U\n\x0cGenerateMany\x12\x1f.pdserve.v1.GenerateManyRequest\x1a .pdserve.v1.GenerateManyResponse(\x01\x30\x01\x12<\n\x05\x41\x62ort\x12\x18.pdserve.v1.AbortRequest\x1a\x19.pdserve.v1.AbortResponse\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponse\x12\x41\n\x0bGetTimeline\x12\x1e.pdserve.v1.GetTimelineRequest\x1a\x12.pdserve.v1.Ledger\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,22 +52,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEDGER']._serialized_end=1039
   _globals['_GENERATERESPONSE']._serialized_start=1042
   _globals['_GENERATERESPONSE']._serialized_end=1310
-  _globals['_ABORTREQUEST']._serialized_start=1312
-  _globals['_ABORTREQUEST']._serialized_end=1346
-  _globals['_ABORTRESPONSE']._serialized_start=1348
-  _globals['_ABORTRESPONSE']._serialized_end=1378
-  _globals['_LISTMODELSREQUEST']._serialized_start=1380
-  _globals['_LISTMODELSREQUEST']._serialized_end=1399
-  _globals['_MODEL']._serialized_start=1401
-  _globals['_MODEL']._serialized_end=1460
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1462
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1517
-  _globals['_GETTIMELINEREQUEST']._serialized_start=1519
-  _globals['_GETTIMELINEREQUEST']._serialized_end=1559
-  _globals['_GETSTATUSREQUEST']._serialized_start=1561
-  _globals['_GETSTATUSREQUEST']._serialized_end=1579
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1581
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1633
-  _globals['_INFERENCE']._serialized_start=1636
-  _globals['_INFERENCE']._serialized_end=2000
+  _globals['_STARTCALL']._serialized_start=1313
+  _globals['_STARTCALL']._serialized_end=1447
+  _globals['_CALLREAD']._serialized_start=1449
+  _globals['_CALLREAD']._serialized_end=1499
+  _globals['_GENERATEMANYREQUEST']._serialized_start=1501
+  _globals['_GENERATEMANYREQUEST']._serialized_end=1615
+  _globals['_CALLNEWS']._serialized_start=1618
+  _globals['_CALLNEWS']._serialized_end=1747
+  _globals['_GENERATEMANYRESPONSE']._serialized_start=1749
+  _globals['_GENERATEMANYRESPONSE']._serialized_end=1826
+  _globals['_ABORTREQUEST']._serialized_start=1828
+  _globals['_ABORTREQUEST']._serialized_end=1862
+  _globals['_ABORTRESPONSE']._serialized_start=1864
+  _globals['_ABORTRESPONSE']._serialized_end=1894
+  _globals['_LISTMODELSREQUEST']._serialized_start=1896
+  _globals['_LISTMODELSREQUEST']._serialized_end=1915
+  _globals['_MODEL']._serialized_start=1917
+  _globals['_MODEL']._serialized_end=1976
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1978
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2033
+  _globals['_GETTIMELINEREQUEST']._serialized_start=2035
+  _globals['_GETTIMELINEREQUEST']._serialized_end=2075
+  _globals['_GETSTATUSREQUEST']._serialized_start=2077
+  _globals['_GETSTATUSREQUEST']._serialized_end=2095
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2097
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2149
+  _globals['_INFERENCE']._serialized_start=2152
+  _globals['_INFERENCE']._serialized_end=2603
 # @@protoc_insertion_point(module_scope)

@@ -358,6 +358,155 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
+class StartCall(_message.Message):
+    """One request on a GenerateMany stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    MAX_UNREAD_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """the caller's: 1 or more, and each larger than the one before"""
+    timeout_ms: _builtins.int
+    """what is left of the client's deadline; unset: there is none"""
+    max_unread: _builtins.int
+    """at least 1: so many responses are sent ahead of what `reads` says was read"""
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest: ...
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        request: Global___GenerateRequest | None = ...,
+        timeout_ms: _builtins.int | None = ...,
+        max_unread: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms", "request", b"request", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms", "call_id", b"call_id", "max_unread", b"max_unread", "request", b"request", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
+    _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_ms) -> _WhichOneofReturnType__timeout_ms | None: ...
+
+Global___StartCall: _TypeAlias = StartCall  # noqa: Y015
+
+@_typing.final
+class CallRead(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    NUM_RESPONSES_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    num_responses: _builtins.int
+    """read since it was last said"""
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        num_responses: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "num_responses", b"num_responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallRead: _TypeAlias = CallRead  # noqa: Y015
+
+@_typing.final
+class GenerateManyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STARTS_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
+    CANCELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartCall]: ...
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallRead]: ...
+    @_builtins.property
+    def cancels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ids of calls of which nothing more is to be sent"""
+
+    def __init__(
+        self,
+        *,
+        starts: _abc.Iterable[Global___StartCall] | None = ...,
+        reads: _abc.Iterable[Global___CallRead] | None = ...,
+        cancels: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "reads", b"reads", "starts", b"starts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateManyRequest: _TypeAlias = GenerateManyRequest  # noqa: Y015
+
+@_typing.final
+class CallNews(_message.Message):
+    """What is new of one call. After `ended` nothing more comes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    ended: _builtins.bool
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateResponse]: ...
+    @_builtins.property
+    def error(self) -> _common_pb2.ErrorInfo:
+        """with `ended`: the call failed, with what Generate would have failed with"""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        responses: _abc.Iterable[Global___GenerateResponse] | None = ...,
+        ended: _builtins.bool = ...,
+        error: _common_pb2.ErrorInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "ended", b"ended", "error", b"error", "responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallNews: _TypeAlias = CallNews  # noqa: Y015
+
+@_typing.final
+class GenerateManyResponse(_message.Message):
+    """One message for each turn in which there is news, such as after an engine step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """starts that arrive from now on fail as unavailable: open another stream for them"""
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallNews]: ...
+    def __init__(
+        self,
+        *,
+        calls: _abc.Iterable[Global___CallNews] | None = ...,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "draining", b"draining"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateManyResponse: _TypeAlias = GenerateManyResponse  # noqa: Y015
+
+@_typing.final
 class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=proto_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=proto_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/pdserve.v1.Inference/GenerateMany',
+                request_serializer=proto_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=proto_dot_inference__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/pdserve.v1.Inference/Abort',
                 request_serializer=proto_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -66,6 +71,14 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """Generate for a gateway: all its requests on one stream, and one message for all that is new of them. When the
+        stream ends, every request on it is cancelled.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -101,6 +114,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=proto_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=proto_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=proto_dot_inference__pb2.GenerateManyRequest.FromString,
+                    response_serializer=proto_dot_inference__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -150,6 +168,33 @@ class Inference:
             '/pdserve.v1.Inference/Generate',
             proto_dot_inference__pb2.GenerateRequest.SerializeToString,
             proto_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.v1.Inference/GenerateMany',
+            proto_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+            proto_dot_inference__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

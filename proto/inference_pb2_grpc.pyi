@@ -32,6 +32,10 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
+    GenerateMany: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateManyRequest, _inference_pb2.GenerateManyResponse]
+    """Generate for a gateway: all its requests on one stream, and one message for all that is new of them. When the
+    stream ends, every request on it is cancelled.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     GetTimeline: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetTimelineRequest, _inference_pb2.Ledger]
@@ -41,6 +45,10 @@ class InferenceStub:
 class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
+    GenerateMany: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateManyRequest, _inference_pb2.GenerateManyResponse]  # type: ignore[assignment]
+    """Generate for a gateway: all its requests on one stream, and one message for all that is new of them. When the
+    stream ends, every request on it is cancelled.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     GetTimeline: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetTimelineRequest, _inference_pb2.Ledger]  # type: ignore[assignment]
@@ -53,6 +61,16 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateManyResponse], _abc.AsyncIterator[_inference_pb2.GenerateManyResponse]]:
+        """Generate for a gateway: all its requests on one stream, and one message for all that is new of them. When the
+        stream ends, every request on it is cancelled.
+        """
 
     @_abc_1.abstractmethod
     def Abort(

@@ -100,6 +100,7 @@ class Attempt:
         """The decode pod's next tokens. Raises what ended the attempt instead."""
         assert self._stream is not None, "nothing was started"
         tokens = await self._stream.next()
+        assert tokens is not None, "a token stream ends with an error"
         if tokens.HasField("error"):
             raise from_info(tokens.error)
         return tokens

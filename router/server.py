@@ -3,87 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
-from collections import OrderedDict
+from collections.abc import AsyncIterator
 from random import Random
-from typing import Any
-
-import grpc.aio
 
 from proto import inference_pb2, inference_pb2_grpc
-from proto.errors import Cancelled, NotFound, PdserveError, abort
+from proto.errors import NotFound, PdserveError, abort
 from proto.metrics_server import MetricsServer
 from proto.service import Server
 from router.cluster import Cluster
+from router.gateway_stream import Context, GatewayStream, serve
+from router.mailbox import Mailbox
 from router.metrics import RouterMetrics
 from router.model import load_model
 from router.request import Request, Services
+from router.requests import MAX_TIMELINES, RequestTable, Sink
 from router.settings import RouterSettings
 from router.tokenizer import load_tokenizer
 
-log = logging.getLogger(__name__)
-
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-MAX_TIMELINES = 1000
-
-Responses = asyncio.Queue[inference_pb2.GenerateResponse | None]
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class RequestTable:
-    """The live requests with their tasks, and the ledgers of the last MAX_TIMELINES."""
-
-    def __init__(self) -> None:
-        self._live: dict[str, tuple[Request, asyncio.Task[None]]] = {}
-        self._ledgers: OrderedDict[str, inference_pb2.Ledger] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def start(self, request: Request, responses: Responses) -> asyncio.Task[None]:
-        """Runs the request. Its responses go to the queue, and None once it has ended."""
-        task = asyncio.create_task(request.run(responses.put_nowait), name=f"request {request.id}")
-        self._live[request.id] = request, task
-        task.add_done_callback(lambda _: self._ended(request, task, responses))
-        return task
-
-    def _ended(self, request: Request, task: asyncio.Task[None], responses: Responses) -> None:
-        if not task.cancelled():
-            task.exception()  # seen: the call that would report it may be gone
-        del self._live[request.id]
-        self._ledgers[request.id] = request.ledger()
-        responses.put_nowait(None)
-        while len(self._ledgers) > MAX_TIMELINES:
-            self._ledgers.popitem(last=False)
-
-    def abort(self, request_id: str) -> bool:
-        entry = self._live.get(request_id)
-        return entry is not None and entry[1].cancel()
-
-    async def ended(self) -> None:
-        """Returns when no request is left."""
-        while self._live:
-            await asyncio.wait([task for _, task in self.live()])
-
-    def timeline(self, request_id: str) -> inference_pb2.Ledger | None:
-        """Of a request that has ended; the most recent one for ""."""
-        if not request_id and self._ledgers:
-            return next(reversed(self._ledgers.values()))
-        return self._ledgers.get(request_id)
-
-    def live(self) -> list[tuple[Request, asyncio.Task[None]]]:
-        return list(self._live.values())
-
-    def states(self) -> list[str]:
-        return [request.state.value for request, _ in self.live()]
-
-    def check_invariants(self, cluster: Cluster) -> None:
-        """Raises AssertionError naming a request without its task, or what is held for one that is gone."""
-        for request, task in self._live.values():
-            assert not task.done(), f"request {request.id} ({request.state.value}) has no task"
-        cluster.check_invariants({request.sequence_id for request, _ in self._live.values()})
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -91,6 +30,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._services = services
         self._requests = requests
         self._created = int(time.time())
+        self._streams: set[GatewayStream] = set()
+        self._draining = False
+
+    def _start(self, message: inference_pb2.GenerateRequest, timeout_s: float | None, sink: Sink) -> asyncio.Task[None]:
+        return self._requests.start(Request(self._services, uuid.uuid4().hex, message, timeout_s), sink)
 
     async def Generate(  # type: ignore[override]  # the stub knows generators only
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -99,18 +43,33 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         The request runs in a task of its own: to cancel a write that is under way would break the call's status.
         """
-        served = Request(self._services, uuid.uuid4().hex, request, context.time_remaining())
-        responses: Responses = asyncio.Queue()
-        task = self._requests.start(served, responses)
+        responses = Mailbox[inference_pb2.GenerateResponse]()
+        task = self._start(request, context.time_remaining(), responses)
         try:
-            while (response := await responses.get()) is not None:
+            while (response := await responses.next()) is not None:
                 await context.write(response)
+        except PdserveError as error:
+            await abort(context, error)
         finally:
             task.cancel()  # the client has gone, unless the request has ended
-        if task.cancelled():
-            await abort(context, Cancelled(f"request {served.id} was aborted"))
-        if isinstance(error := task.exception(), PdserveError):
-            await abort(context, error)
+
+    async def GenerateMany(  # type: ignore[override]  # likewise
+        self, requests: AsyncIterator[inference_pb2.GenerateManyRequest], context: Context
+    ) -> None:
+        stream = GatewayStream(self._start)
+        if self._draining:
+            stream.drain()
+        self._streams.add(stream)
+        try:
+            await serve(stream, requests, context)
+        finally:
+            self._streams.discard(stream)
+
+    def drain(self) -> None:
+        """Gateways are to start nothing more here; gRPC's own stop refuses new calls, and new streams with them."""
+        self._draining = True
+        for stream in self._streams:
+            stream.drain()
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         return inference_pb2.AbortResponse(found=self._requests.abort(request.request_id))
@@ -162,6 +121,7 @@ class Router:
             rng=rng,
             queue_wait_s=settings.queue_wait_s,
         )
+        self._service = InferenceService(self.services, self.requests)
         self._server = Server([SERVICE_NAME])
         self._pods_changed = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
@@ -174,8 +134,7 @@ class Router:
 
     async def start(self) -> None:
         """Raises OSError when a port is taken. Health says SERVING while some pods can serve."""
-        service = InferenceService(self.services, self.requests)
-        inference_pb2_grpc.add_InferenceServicer_to_server(service, self._server.grpc)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server.grpc)
         await self._server.set_serving(False)
         await self._server.start(self._settings.host, self._settings.port)
         port = await self._metrics_server.start(self._settings.host, self._settings.metrics_port)
@@ -189,6 +148,7 @@ class Router:
         if self._health is not None:
             self._health.cancel()
             await asyncio.wait([self._health])
+        self._service.drain()
         await self._server.stop(self._settings.stop_grace_s)
         await self.requests.ended()
         await self.cluster.close()

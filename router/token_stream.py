@@ -18,9 +18,10 @@ from typing import Any
 import grpc.aio
 
 from proto import pods_pb2, pods_pb2_grpc
-from proto.errors import PdserveError, PodUnavailable, from_rpc
+from proto.errors import PodUnavailable, from_rpc
 from router.background import Background, current_task_is_cancelled
 from router.failures import PodLost
+from router.mailbox import Mailbox
 from router.snapshot import PodView
 
 log = logging.getLogger(__name__)
@@ -30,22 +31,7 @@ FIRST_RETRY_S, MAX_RETRY_S = 0.05, 1.0
 MAX_REMEMBERED = 4096  # closed sequences, whose last tokens may still be on their way
 
 
-class SequenceStream:
-    """The messages of one sequence, in order."""
-
-    def __init__(self, sequence_id: str) -> None:
-        self.sequence_id = sequence_id
-        self._queue: asyncio.Queue[pods_pb2.SequenceTokens | PdserveError] = asyncio.Queue()
-
-    def put(self, item: pods_pb2.SequenceTokens | PdserveError) -> None:
-        self._queue.put_nowait(item)
-
-    async def next(self) -> pods_pb2.SequenceTokens:
-        """Raises PodLost once the stream has broken."""
-        item = await self._queue.get()
-        if isinstance(item, PdserveError):
-            raise item
-        return item
+SequenceStream = Mailbox[pods_pb2.SequenceTokens]  # one sequence's messages, in order; PodLost once the stream broke
 
 
 class StreamReader:
@@ -79,7 +65,7 @@ class StreamReader:
         """Where this sequence's tokens will arrive. Raises PodUnavailable while there is no connection."""
         if not self.connected:
             raise PodUnavailable(f"pod {self._pod.pod_id}: no token stream", pod_id=self._pod.pod_id)
-        stream = self._open[sequence_id] = SequenceStream(sequence_id)
+        stream = self._open[sequence_id] = SequenceStream()
         return stream
 
     def close_sequence(self, sequence_id: str) -> None:
@@ -179,5 +165,5 @@ class StreamReader:
         self.connected = False
         error = PodLost(f"pod {self._pod.pod_id}: {why}", pod_id=self._pod.pod_id)
         for stream in self._open.values():
-            stream.put(error)
+            stream.end(error)
         self._on_change(why)

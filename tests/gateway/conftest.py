@@ -11,7 +11,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from gateway.app import build_app
 from gateway.metrics import Metrics
 from gateway.server import HttpServer, bind
-from router.client import RouterClient
+from router.gateway_client import GatewayClient
 from tests.gateway.scripted import ScriptedRouter
 
 MAX_BODY_BYTES = 100_000
@@ -27,7 +27,7 @@ async def router() -> AsyncIterator[ScriptedRouter]:
 
 @pytest.fixture
 async def server(router: ScriptedRouter) -> AsyncIterator[HttpServer]:
-    async with RouterClient(router.address) as client:
+    async with GatewayClient(router.address) as client:
         app = build_app(client, Metrics(), max_body_bytes=MAX_BODY_BYTES)
         server = HttpServer(app, bind("127.0.0.1", 0), drain_timeout_s=0)
         await server.start()

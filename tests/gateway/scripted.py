@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -28,6 +28,8 @@ from proto.inference_pb2 import (
 )
 from proto.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from proto.service import Server
+from router.gateway_stream import Context, GatewayStream, Requests, serve
+from router.requests import Sink
 
 Step = GenerateResponse | PdserveError | asyncio.Event  # an event is waited for
 Script = Callable[[GenerateRequest], Sequence[Step]]
@@ -73,7 +75,7 @@ def answer(
 
 
 class ScriptedRouter(InferenceServicer):
-    """`script` is called for each Generate. `cancelled` gets those that their client gave up."""
+    """`script` is called for each request. `cancelled` gets those that their client gave up."""
 
     def __init__(self) -> None:
         self.script: Script = lambda request: answer("Hello", " world")
@@ -95,20 +97,32 @@ class ScriptedRouter(InferenceServicer):
     def play(self, *steps: Step) -> None:
         self.script = lambda request: steps
 
-    async def Generate(self, request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:  # noqa: N802 - gRPC's
+    async def Generate(self, request: GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802 - gRPC's
+        raise NotImplementedError("a gateway's requests come by GenerateMany")
+
+    async def GenerateMany(self, requests: Requests, context: Context) -> None:  # type: ignore[override]  # noqa: N802 - as the router's
+        await serve(GatewayStream(self._start), requests, context)
+
+    def _start(self, request: GenerateRequest, timeout_s: float | None, sink: Sink) -> asyncio.Task[None]:
         self.requests.append(request)
         self.arrived.put_nowait(request)
+        return asyncio.create_task(self._play(request, sink))
+
+    async def _play(self, request: GenerateRequest, sink: Sink) -> None:
+        error: PdserveError | None = None
         try:
             for step in self.script(request):
                 if isinstance(step, PdserveError):
-                    await abort(context, step)
-                elif isinstance(step, asyncio.Event):
+                    error = step
+                    break
+                if isinstance(step, asyncio.Event):
                     await step.wait()
                 else:
-                    yield step
-        except (asyncio.CancelledError, GeneratorExit):  # while it waits, or while gRPC's flow control holds it
+                    sink.put(step)
+        except asyncio.CancelledError:
             self.cancelled.put_nowait(request)
             raise
+        sink.end(error)
 
     async def Abort(self, request: AbortRequest, context: Any) -> AbortResponse:  # noqa: N802 - gRPC's
         return AbortResponse()

@@ -17,7 +17,7 @@ from gateway.requests import ChatBody, CompletionBody, Message, StreamOptions
 from gateway.unsupported import IGNORED, NEUTRAL
 from proto import common_pb2 as pb
 from proto.errors import CODES
-from router.client import RouterClient
+from router.gateway_client import GatewayClient
 from tests.gateway.conftest import MAX_BODY_BYTES
 from tests.gateway.scripted import ScriptedRouter
 
@@ -28,7 +28,7 @@ HELLO = [{"role": "user", "content": "hi"}]
 @pytest.fixture
 async def app_client(router: ScriptedRouter) -> AsyncIterator[httpx.AsyncClient]:
     """The app without a server in between."""
-    async with RouterClient(router.address) as client:
+    async with GatewayClient(router.address) as client:
         app = build_app(client, Metrics(), max_body_bytes=MAX_BODY_BYTES)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
             yield http

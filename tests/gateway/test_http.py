@@ -16,7 +16,7 @@ from gateway.metrics import Metrics
 from gateway.server import HttpServer, bind
 from proto.errors import PodUnavailable
 from proto.inference_pb2 import GenerateResponse, GetStatusResponse
-from router.client import RouterClient
+from router.gateway_client import GatewayClient
 from tests.gateway.conftest import MAX_BODY_BYTES
 from tests.gateway.scripted import ScriptedRouter, answer
 from tests.gateway.test_disconnect import LIMIT_S, RawClient
@@ -178,7 +178,7 @@ async def test_without_a_router_every_endpoint_says_503(router: ScriptedRouter, 
 
 
 async def test_a_bug_of_ours_is_a_500_in_the_same_shape(router: ScriptedRouter) -> None:
-    async with RouterClient(router.address) as client:
+    async with GatewayClient(router.address) as client:
         client.list_models = None  # type: ignore[method-assign, assignment] # the bug
         client.generate = None  # type: ignore[method-assign, assignment] # another one
         app = build_app(client, Metrics(), max_body_bytes=MAX_BODY_BYTES)
@@ -232,7 +232,7 @@ async def stop_while_streaming(router: ScriptedRouter, drain_timeout_s: int) -> 
     go_on = asyncio.Event()
     first, last = answer("Hello", " world")
     router.play(first, go_on, last)
-    async with RouterClient(router.address) as client:
+    async with GatewayClient(router.address) as client:
         app = build_app(client, Metrics(), max_body_bytes=MAX_BODY_BYTES)
         server = HttpServer(app, bind("127.0.0.1", 0), drain_timeout_s=drain_timeout_s)
         await server.start()

@@ -16,7 +16,7 @@ from engine.sequence import SamplingParams
 from gateway.app import build_app
 from gateway.metrics import Metrics
 from gateway.server import HttpServer, bind
-from router.client import RouterClient
+from router.gateway_client import GatewayClient
 from router.server import Router
 from router.settings import RouterSettings
 from tests.gateway.test_disconnect import LIMIT_S, RawClient
@@ -50,7 +50,7 @@ async def router(cluster: Cluster) -> AsyncIterator[Router]:
 
 @pytest.fixture
 async def server(router: Router) -> AsyncIterator[HttpServer]:
-    async with RouterClient(router.address) as client:
+    async with GatewayClient(router.address) as client:
         server = HttpServer(build_app(client, Metrics(), max_body_bytes=2**20), bind("127.0.0.1", 0), drain_timeout_s=0)
         await server.start()
         async with asyncio.timeout(LIMIT_S):

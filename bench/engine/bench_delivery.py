@@ -1,0 +1,185 @@
+"""What it costs to bring an engine step's tokens to their clients: processor time of each process on the way.
+
+    python -m bench.engine.bench_delivery [--steps 150] [--rounds 5] [--json FILE]
+
+A colocated stack on the fake engine, whose step sleeps for 20 ms and computes next to nothing, so that what the
+processes take between two steps is the delivery: the pod's loop and its engine thread, router, gateway, registry, and
+the client, which is this program. By /proc/PID/task/*/schedstat, a step, in milliseconds. Beside it, in the same round,
+a bare grpc.aio stream with a message every 20 ms: the floor of a hop, of which there are two (pod to router, router to
+gateway); the third is HTTP, where each stream's tokens are a write of their own.
+
+- delivery_ms_1, delivery_ms_16: all processes, 1 and 16 streams.
+- delivery_hops_1: one stream, in floors of a hop.
+- delivery_growth_1_to_16: 16 streams by one. Were each stream and hop a message, it would be 6 and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from bench.arguments import exit_code, new_file, positive
+from bench.bars import report
+from bench.engine.client import RequestFailed
+from bench.engine.goals import Goal, Round, evaluate, ratio
+from bench.engine.metrics import Timeline
+from bench.engine.servers import MODEL_NAME, NotRun, Program, Server, ServerSpec, flags, free_port, python
+from bench.engine.workload import Request
+from pdserve.paths import ROOT
+from pdserve.stack import BASE_ENV
+
+STREAMS = (1, 16)
+STEP_S = 0.02
+WARM_UP = 10  # tokens of each stream
+PATIENCE = 10  # times the time that a measurement should take
+# process -> how its command line tells it
+PROCESSES = {"pod": "decode_service", "router": "router", "gateway": "gateway", "registry": "valkey"}
+CLIENT = "client"
+_GOALS = (
+    Goal(name="delivery_ms_1", needs=(("1", "all"),), value=float, op="<="),
+    Goal(name="delivery_ms_16", needs=(("16", "all"),), value=float, op="<="),
+    Goal(name="delivery_hops_1", needs=(("1", "all"), ("echo", "all")), value=ratio, op="<="),
+    Goal(name="delivery_growth_1_to_16", needs=(("16", "all"), ("1", "all")), value=ratio, op="<="),
+)
+
+
+def stack(run_dir: Path) -> ServerSpec:
+    port = free_port()
+    options: dict[str, object] = {
+        "engine": "fake",
+        "served-model-name": MODEL_NAME,
+        "port": port,
+        "router-port": 0,
+        "kv-memory": 16 << 20,
+        "run-dir": run_dir / "stack",
+        "log-level": "warning",
+    }
+    command = python("pdserve", "up", *flags(options), "--colocated")
+    up = Program(name="up", command=command, port=port, env={"PDSERVE_FAKE_STEP_S": str(STEP_S)})
+    return ServerSpec(
+        name="stack", programs=(up,), start_timeout_s=60.0, kv_pool_bytes=lambda _: 16 << 20, freezable=False
+    )
+
+
+def name_of(command: Sequence[str]) -> str | None:
+    """Which of PROCESSES a command line starts."""
+    program = command[command.index("-m") + 1] if "-m" in command else " ".join(command[:1])
+    return next((name for name, word in PROCESSES.items() if word in program), None)
+
+
+def processor_s(pid: int) -> float:
+    """Of all threads that live: the kernel counts nanoseconds."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            total += int((thread / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def read_processes(pids: Mapping[str, int]) -> dict[str, float]:
+    return {name: processor_s(pid) for name, pid in pids.items()}
+
+
+async def measure(server: Server, pids: Mapping[str, int], streams: int, steps: int) -> dict[str, float]:
+    """Milliseconds of processor time a step, by process and of "all". Raises RequestFailed."""
+    timelines = [Timeline(time.perf_counter()) for _ in range(streams)]
+    requests = [Request(prompt=(i + 1, 2, 3), max_tokens=steps + 20 * WARM_UP) for i in range(streams)]
+    clients = [
+        asyncio.create_task(server.endpoint.run(request, timeline))
+        for request, timeline in zip(requests, timelines, strict=True)
+    ]
+    try:
+        async with asyncio.timeout(PATIENCE * STEP_S * (steps + WARM_UP)):
+            await _until(clients, timelines, WARM_UP)
+            first, before = len(timelines[0].token_times), read_processes(pids)
+            await _until(clients, timelines, first + steps)
+            after, last = read_processes(pids), len(timelines[0].token_times)
+    finally:
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+    cost = {name: (after[name] - before[name]) * 1e3 / (last - first) for name in pids}
+    return {**cost, "all": sum(cost.values())}
+
+
+async def _until(clients: Sequence[asyncio.Task[Timeline]], timelines: Sequence[Timeline], num_tokens: int) -> None:
+    while any(len(timeline.token_times) < num_tokens for timeline in timelines):
+        if ended := next((client for client in clients if client.done()), None):
+            await ended
+            raise RequestFailed("a stream ended before the measurement did")
+        await asyncio.sleep(STEP_S)
+
+
+async def echo(messages: int) -> float:
+    """Milliseconds of processor time that a message costs both ends of a bare stream."""
+    serve = await _echo("serve", "--messages", str(messages), "--every-s", str(STEP_S))
+    assert serve.stdout is not None, "piped"
+    port = (await serve.stdout.readline()).decode().strip()
+    read = await _echo("read", port)
+    outputs = await asyncio.gather(serve.communicate(), read.communicate())
+    return sum(float(stdout.split()[-1]) for stdout, _ in outputs)
+
+
+async def _echo(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "bench.engine.echo",
+        *arguments,
+        cwd=ROOT,
+        env=os.environ | BASE_ENV,
+        stdout=asyncio.subprocess.PIPE,
+    )
+
+
+async def run(steps: int, num_rounds: int, log_dir: Path) -> list[Round]:
+    server = Server(stack(log_dir), log_dir)
+    await server.start()
+    try:
+        pids = {name: p.pid for p in server.processes if (name := name_of(p.cmdline())) is not None}
+        pids[CLIENT] = psutil.Process().pid
+        return [await _round(server, pids, steps) for _ in range(num_rounds)]
+    finally:
+        await server.stop()
+
+
+async def _round(server: Server, pids: Mapping[str, int], steps: int) -> Round:
+    measured = {("echo", "all"): await echo(steps)}
+    for streams in STREAMS:
+        cost = await measure(server, pids, streams, steps)
+        measured |= {(str(streams), name): ms for name, ms in cost.items()}
+    return measured
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=positive, default=150, help="engine steps of each measurement")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--json", type=new_file, help="also write the results there")
+    arguments = parser.parse_args()
+    try:
+        with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as log_dir:
+            rounds = asyncio.run(run(arguments.steps, arguments.rounds, Path(log_dir)))
+    except (NotRun, RequestFailed, TimeoutError) as error:
+        print(f"error: {error or 'a measurement took too long'}", file=sys.stderr)
+        return 1
+    for key in rounds[0]:
+        values = [each[key] for each in rounds]
+        print(f"{' '.join(key)}: {statistics.median(values):.2f} ms a step (least {min(values):.2f})")
+    table = [{" ".join(key): value for key, value in each.items()} for each in rounds]
+    report(evaluate(_GOALS, rounds, {}), arguments.json, rounds=table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_code(main))
