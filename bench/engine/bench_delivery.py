@@ -122,10 +122,10 @@ async def _until(clients: Sequence[asyncio.Task[Timeline]], timelines: Sequence[
 
 async def echo(messages: int) -> float:
     """Milliseconds of processor time that a message costs both ends of a bare stream."""
-    serve = await _echo("serve", "--messages", str(messages), "--every-s", str(STEP_S))
+    serve = await _echo("--messages", str(messages), "--every-ms", str(round(STEP_S * 1e3)))
     assert serve.stdout is not None, "piped"
     port = (await serve.stdout.readline()).decode().strip()
-    read = await _echo("read", port)
+    read = await _echo("--read", port)
     outputs = await asyncio.gather(serve.communicate(), read.communicate())
     return sum(float(stdout.split()[-1]) for stdout, _ in outputs)
 

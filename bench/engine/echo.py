@@ -1,6 +1,7 @@
 """One bare grpc.aio stream between two processes: the floor of any hop that carries a message an engine step.
 
-    python -m bench.engine.echo serve | read PORT --messages N --every-s S
+    python -m bench.engine.echo [--messages 150] [--every-ms 20]    prints its port, serves one stream
+    python -m bench.engine.echo --read PORT
 
 Both print, as their last line, the processor milliseconds that a message cost them, without the first WARM_UP ones.
 """
@@ -74,16 +75,14 @@ async def read(port: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    roles = parser.add_subparsers(dest="role", required=True)
-    server = roles.add_parser("serve")
-    server.add_argument("--messages", type=positive, required=True)
-    server.add_argument("--every-s", type=float, required=True)
-    roles.add_parser("read").add_argument("port", type=positive)
+    parser.add_argument("--messages", type=positive, default=150)
+    parser.add_argument("--every-ms", type=positive, default=20)
+    parser.add_argument("--read", type=positive, metavar="PORT", help="read from this port instead of serving")
     arguments = parser.parse_args()
-    if arguments.role == "serve":
-        uvloop.run(serve(arguments.messages, arguments.every_s))
+    if arguments.read is None:
+        uvloop.run(serve(arguments.messages, arguments.every_ms / 1000))
     else:
-        uvloop.run(read(arguments.port))
+        uvloop.run(read(arguments.read))
 
 
 if __name__ == "__main__":
