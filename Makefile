@@ -94,7 +94,7 @@ mutants: $(TEST_STAMP) ## plant known mistakes in the Triton kernels: the tests 
 	@exec $(PY) -m tests.kernels.mutants $(ARGS)
 
 .PHONY: emulate
-emulate: $(RUN_STAMP) ## run the CPU kernels for AVX-512 and AMX in an emulator, compare with the portable build
+emulate: $(RUN_STAMP) ## run the CPU kernels for AVX-512, AVX512-BF16 and AMX in an emulator, compare with the portable build
 	@exec $(PY) -m tests.kernels.emulated $(ARGS)
 
 .PHONY: bench-gpu

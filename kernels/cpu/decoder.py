@@ -12,7 +12,7 @@ import torch
 
 import kernels.cpu.library as c
 from kernels.cpu.library import library
-from kernels.cpu.linear import max_rows_in_cpp, weights_struct
+from kernels.cpu.linear import runs_in_cpp, weights_struct
 from kernels.decoder import Activation, AttentionStage, Decoder, Ends, ExpertsStage, MlpStage, Stage
 from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
@@ -38,7 +38,7 @@ def run_stages(
     Raises IndexError for a position, slot, context or block outside its table.
     """
     described = _description_of(decoder)
-    for in_cpp, begin, end in described.spans(first, last, batch.num_tokens):
+    for in_cpp, begin, end in described.spans(first, last):
         arguments = (begin, end, delta, residual, batch, caches, new_delta, new_residual)
         if not in_cpp or not described.run(*arguments):
             reference.run_stages(decoder, *arguments)  # which also says what was wrong with a batch that was refused
@@ -48,7 +48,7 @@ def run_stages(
 def forward(decoder: Decoder, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor) -> None:
     """Fills logits [R, words of the head]; op by op where any part is nothing for the C++."""
     described = _description_of(decoder)
-    in_cpp = described.takes_all(batch.num_tokens) and _ends_in_cpp(ends, logits)
+    in_cpp = described.takes_all and _ends_in_cpp(ends, logits)
     if not in_cpp or not described.forward(ends, batch, caches, logits):
         reference.forward(decoder, ends, batch, caches, logits)  # which also says what was wrong with a batch
 
@@ -60,7 +60,8 @@ class _Description:
         self._dtype = decoder.dtype
         heads = (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim)
         self._query = torch.empty((0, decoder.num_heads, decoder.head_dim), dtype=decoder.dtype)
-        self._max_rows = [_max_rows(decoder, stage) for stage in decoder.stages]
+        self._in_cpp = [_stage_in_cpp(decoder, stage) for stage in decoder.stages]
+        self.takes_all = all(self._in_cpp)
         self._attentions = [_attention(s) if isinstance(s, AttentionStage) else None for s in decoder.stages]
         self._stages = (c.Stage * len(decoder.stages))(*map(_stage, decoder.stages, self._attentions))
         linears = [pair for stage in decoder.stages if (pair := _linears(stage)) is not None]
@@ -70,23 +71,18 @@ class _Description:
             self._stages, len(decoder.stages), decoder.hidden_size, *heads, wide, narrow, decoder.eps
         )
         self._row_size = 3 * decoder.hidden_size + wide + narrow
-        self._most_rows = min(self._max_rows)
         self._dtype_code = c.DTYPES[decoder.dtype]
         self._workspace = torch.empty(0, dtype=self._dtype)
         self._caches: Sequence[PagedKV] = ()
         self._cache_structs = (c.Cache * 0)()
 
-    def spans(self, first: int, last: int, rows: int) -> list[tuple[bool, int, int]]:
+    def spans(self, first: int, last: int) -> list[tuple[bool, int, int]]:
         """Runs of stages, each with whether the C++ takes it."""
-        if self.takes_all(rows):
+        if self.takes_all:
             return [(True, first, last)]
-        groups = groupby(range(first, last), lambda stage: rows <= self._max_rows[stage])
+        groups = groupby(range(first, last), lambda stage: self._in_cpp[stage])
         runs = [(in_cpp, list(stages)) for in_cpp, stages in groups]
         return [(in_cpp, stages[0], stages[-1] + 1) for in_cpp, stages in runs]
-
-    def takes_all(self, rows: int) -> bool:
-        """Whether the C++ takes every stage."""
-        return rows <= self._most_rows
 
     def forward(self, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor) -> bool:
         """False: something leaves its table, and nothing was written."""
@@ -173,7 +169,7 @@ def _ends_struct(ends: Ends) -> c.Ends:
 
 def _ends_in_cpp(ends: Ends, logits: torch.Tensor) -> bool:
     known = ends.embedding.dtype in (torch.bfloat16, logits.dtype)
-    return known and logits.shape[0] <= max_rows_in_cpp(ends.head, logits.dtype)
+    return known and runs_in_cpp(ends.head)
 
 
 def _linear(weights: LinearWeights) -> c.Linear:
@@ -191,12 +187,12 @@ def _linears(stage: Stage) -> tuple[LinearWeights, LinearWeights] | None:
             return None
 
 
-def _max_rows(decoder: Decoder, stage: Stage) -> int:
-    """Larger steps compute this stage op by op; 0: all do."""
+def _stage_in_cpp(decoder: Decoder, stage: Stage) -> bool:
+    """The others are computed op by op."""
     linears = _linears(stage)
     if linears is None or (isinstance(stage, AttentionStage) and decoder.head_dim > c.MAX_HEAD_DIM):
-        return 0
-    return min(max_rows_in_cpp(weights, decoder.dtype) for weights in linears)
+        return False
+    return all(map(runs_in_cpp, linears))
 
 
 def _attention(stage: AttentionStage) -> c.Attention:

@@ -14,11 +14,13 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 OpenMp openmp = {};
+__thread Membership membership = {};
 
 extern const Ops ops_baseline;
 #ifdef HAVE_X86_LEVELS
 extern const Ops ops_avx2;
 extern const Ops ops_avx512;
+extern const Ops ops_avx512bf16;
 extern const Ops ops_amx;
 
 // Older compilers know no name for it.
@@ -34,6 +36,13 @@ static bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
+// Older compilers know no name for it either.
+static bool has_avx512bf16() {
+  constexpr unsigned AVX512_BF16 = 1 << 5;
+  unsigned a, b, c, d;
+  return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & AVX512_BF16) != 0;
+}
+
 #if defined(__linux__)
 // Linux gives the tile registers to no process that has not asked for them; once for all its threads is enough.
 static bool may_use_tiles() {
@@ -44,7 +53,7 @@ static bool may_use_tiles() {
 static bool has_amx() {
   constexpr unsigned AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24;
   unsigned a, b, c, d;
-  if (!has_avx512() || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  if (!has_avx512bf16() || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
   return (d & AMX_BF16) != 0 && (d & AMX_TILE) != 0 && may_use_tiles();
 }
 #else
@@ -57,6 +66,7 @@ EXPORT const Ops* pdserve_ops(const char* isa) {
   const auto wanted = [isa](const Ops& ops) { return isa == nullptr || std::strcmp(isa, ops.isa) == 0; };
 #ifdef HAVE_X86_LEVELS
   if (wanted(ops_amx) && has_amx()) return &ops_amx;
+  if (wanted(ops_avx512bf16) && has_avx512bf16()) return &ops_avx512bf16;
   if (wanted(ops_avx512) && has_avx512()) return &ops_avx512;
   if (wanted(ops_avx2) && has_avx2()) return &ops_avx2;
 #endif

@@ -13,8 +13,7 @@
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 
-#ifdef FLOAT32_ISA  // float32 gains nothing from this build's instructions: that build computes it
-extern const Ops JOIN(ops_, FLOAT32_ISA);
+#ifdef BASE_OPS  // computes float32, which gains nothing from this build's instructions
 #define BY_TYPE(op) by_type<&Ops::op, op<bf16>>
 #else
 #define BY_TYPE(op) by_type<op<float>, op<bf16>>
@@ -25,8 +24,8 @@ namespace {
 template <auto FLOAT32_OP, auto BFLOAT16_OP, class... Arguments>
 int64_t by_type(DType dtype, Arguments... arguments) {
   if (dtype == BFLOAT16) return BFLOAT16_OP(arguments...);
-#ifdef FLOAT32_ISA
-  return (JOIN(ops_, FLOAT32_ISA).*FLOAT32_OP)(dtype, arguments...);
+#ifdef BASE_OPS
+  return (BASE_OPS.*FLOAT32_OP)(dtype, arguments...);
 #else
   return FLOAT32_OP(arguments...);
 #endif

@@ -236,7 +236,8 @@ def library() -> Library:
 
 
 def load(isa: str | None) -> Library:
-    """The kernels of one instruction set: "baseline", "avx2", "avx512", "amx", or None for the best this processor has.
+    """The kernels of one instruction set: "baseline", "avx2", "avx512", "avx512bf16", "amx", or None for the best
+    this processor has.
 
     Raises ValueError for one that cannot run here.
     """

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "linear_amx.h"
+#include "linear_bf16.h"
 #include "linear_quantized.h"
 #include "ops.h"
 #include "parallel.h"
@@ -223,6 +224,11 @@ static_assert(AmxBlock::MAX_PACKED >= TILE_ROWS * MAX_DEPTH);
 template <>
 struct BlockOf<bf16, bf16> {
   using Type = AmxBlock;
+};
+#elif defined(__AVX512BF16__)
+template <>
+struct BlockOf<bf16, bf16> {
+  using Type = PairsBlock;
 };
 #endif
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,9 +11,6 @@ from kernels.dispatch import CPU_DTYPES
 from kernels.linear import LinearWeights
 from kernels.reference import linear as reference
 
-# Up to here reading the weights costs more than any arithmetic, also without the matrix units that torch would use.
-_MEMORY_BOUND_ROWS = 8
-
 _WEIGHT_DTYPES = (*CPU_DTYPES, torch.int8, torch.uint8)
 
 _described: WeakKeyDictionary[LinearWeights, Weights] = WeakKeyDictionary()
@@ -22,7 +18,7 @@ _described: WeakKeyDictionary[LinearWeights, Weights] = WeakKeyDictionary()
 
 def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
     """Fills out [M, N]."""
-    if not 0 < x.shape[0] <= max_rows_in_cpp(weights, x.dtype):
+    if x.shape[0] == 0 or not runs_in_cpp(weights):
         return reference.linear(x, weights, out)
     library().linear(
         dtype_code(x),
@@ -44,14 +40,6 @@ def weights_struct(weights: LinearWeights) -> Weights:
     return found
 
 
-def max_rows_in_cpp(weights: LinearWeights, x_dtype: torch.dtype) -> int:
-    """Batches of more rows go to torch; 0: all do."""
-    if weights.dtype not in _WEIGHT_DTYPES or not 0 < weights.columns <= MAX_DEPTH:
-        return 0
-    both_bfloat16 = x_dtype == weights.dtype == torch.bfloat16
-    return _MEMORY_BOUND_ROWS if both_bfloat16 and _torch_has_better_units() else sys.maxsize
-
-
-def _torch_has_better_units() -> bool:
-    """Whether the processor multiplies bfloat16 in a way (AVX512-BF16) that torch makes use of and our C++ does not."""
-    return torch.cpu._is_avx512_bf16_supported() and library().isa != "amx"
+def runs_in_cpp(weights: LinearWeights) -> bool:
+    """The others go to torch."""
+    return weights.dtype in _WEIGHT_DTYPES and 0 < weights.columns <= MAX_DEPTH

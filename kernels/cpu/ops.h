@@ -188,3 +188,16 @@ struct OpenMp {
   int (*num_threads)();  // omp_get_num_threads: of the region around it
 };
 extern OpenMp openmp;
+
+// The parallel region that a thread runs in, or null, and its number there (parallel.h). All builds share it: the ops of
+// one may call another's. `__thread`: a C++ thread_local would come with a function that the linker merges.
+struct Membership {
+  void* team;
+  int64_t number;
+};
+extern __thread Membership membership;
+
+// A build that gains from its instructions in a few ops alone takes the others from this one.
+#ifdef BASE_OPS
+extern const Ops BASE_OPS;
+#endif

@@ -185,9 +185,14 @@ int64_t decode_from(const Heads& q, const Cache& cache, const Context& context, 
 template <class T>
 int64_t paged_decode(const Heads& q, const Cache& cache, const Context& context, const Scoring& scoring,
                      const Heads& out, int threads) {
+#ifdef BASE_OPS  // bound by reading the cache, and the longest part of this program to compile
+  static_assert(sizeof(T) == sizeof(bf16));
+  return BASE_OPS.paged_decode(BFLOAT16, q, cache, context, scoring, out, threads);
+#else
   return by_format<T>(cache, [&](auto element) {
     return decode_from<T, decltype(element)>(q, cache, context, scoring, out, threads);
   });
+#endif
 }
 
 }  // namespace

@@ -59,8 +59,8 @@ struct Team {
   }
 };
 
-thread_local Team* current_team = nullptr;  // of the region that this thread runs in
-thread_local int64_t current_member = 0;    // this thread's number in it
+// Of the region that this thread runs in, or null.
+inline Team* current_team() { return static_cast<Team*>(membership.team); }
 
 // Calls body() on at most `threads` threads at once. Loops in it are shared; whatever else it does, each thread does.
 template <class Body>
@@ -72,10 +72,9 @@ inline void in_one_region(int threads, const Body& body) {
   const auto enter = [](void* shared) {
     Region& entered = *static_cast<Region*>(shared);
     __atomic_store_n(&entered.team.members, openmp.num_threads(), __ATOMIC_RELAXED);  // may be fewer than asked for
-    current_member = __atomic_fetch_add(&entered.team.numbered, 1, __ATOMIC_RELAXED);
-    current_team = &entered.team;
+    membership = {&entered.team, __atomic_fetch_add(&entered.team.numbered, 1, __ATOMIC_RELAXED)};
     entered.body();
-    current_team = nullptr;
+    membership.team = nullptr;
   };
   if (threads <= 1 || openmp.parallel == nullptr) return body();
   openmp.parallel(enter, &region, static_cast<unsigned>(min(threads, MAX_MEMBERS)), 0);
@@ -87,11 +86,11 @@ template <class State, class Body>
 inline void parallel_for_with(int64_t items, int threads, const Body& body) {
   const auto take_part = [&] {
     State state;
-    current_team->take(items, current_member, [&](int64_t i) { body(state, i); });
+    current_team()->take(items, membership.number, [&](int64_t i) { body(state, i); });
   };
-  if (current_team != nullptr) {
+  if (current_team() != nullptr) {
     take_part();
-    return current_team->meet();
+    return current_team()->meet();
   }
   const int64_t members = min(threads, items);
   if (members > 1 && openmp.parallel != nullptr)  // whose end they wait for anyway

@@ -26,4 +26,4 @@ def float_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr("kernels.reference.linear.rounded", lambda x, _part: x.float())
     for module in ("linear", "decoder"):
-        monkeypatch.setattr(f"kernels.cpu.{module}.max_rows_in_cpp", lambda _weights, _dtype: 0)
+        monkeypatch.setattr(f"kernels.cpu.{module}.runs_in_cpp", lambda _weights: False)

@@ -17,7 +17,7 @@ from kernels.dispatch import Backend
 
 _MODULES = [importlib.import_module(f"kernels.cpu.{each.name}") for each in pkgutil.iter_modules(kernels.cpu.__path__)]
 _CALLERS = [module for module in _MODULES if module is not library and hasattr(module, "library")]
-_ISAS = ("baseline", "avx2", "avx512", "amx")
+_ISAS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
 
 
 @functools.cache

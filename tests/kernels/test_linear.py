@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from kernels.cpu import linear as cpu_linear
 from kernels.cpu.library import MAX_DEPTH
 from kernels.linear import LinearWeights, linear
-from kernels.reference import linear as reference
 from tests.kernels.backends import every_backend, runnable_isas, using
 from tests.kernels.cases import TOLERANCE, Array, float64
 
@@ -93,9 +90,11 @@ def test_depths_of_several_blocks(implementation: str, columns: int, dtype: torc
 
 @every_cpu
 @pytest.mark.parametrize("columns", [576, 1540])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_a_row_does_not_depend_on_the_rows_beside_it(implementation: str, columns: int, dtype: torch.dtype) -> None:
-    weights, x = make_weights((50, 31), columns, dtype, bias=FLOAT32), make_x(120, columns)
+@pytest.mark.parametrize(("x_dtype", "dtype"), [(FLOAT32, FLOAT32), (FLOAT32, BFLOAT16), (BFLOAT16, BFLOAT16)])
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    implementation: str, columns: int, x_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    weights, x = make_weights((50, 31), columns, dtype, bias=x_dtype), make_x(120, columns, x_dtype)
     with using(implementation) as backend:
         whole = linear(x, weights, backend=backend)
         for rows in (1, 2, 3, 4, 5, 6, 8, 11, 16, 49, 51, 119):
@@ -158,27 +157,6 @@ def test_float16_weights_go_to_the_reference(implementation: str) -> None:
     weights, x = make_weights((9,), 33, torch.float16), make_x(2, 33)
     with using(implementation) as backend:
         assert_product(linear(x, weights, backend=backend), x, weights)
-
-
-@pytest.mark.parametrize(
-    ("units", "rows", "x_dtype", "by_torch"),
-    [
-        (True, 9, BFLOAT16, True),
-        (True, 8, BFLOAT16, False),
-        (True, 9, FLOAT32, False),
-        (False, 9, BFLOAT16, False),
-    ],
-)
-def test_torch_computes_where_the_processor_multiplies_bfloat16(
-    units: bool, rows: int, x_dtype: torch.dtype, by_torch: bool
-) -> None:
-    weights, x = make_weights((9,), 33), make_x(rows, 33, x_dtype)
-    with (
-        mock.patch.object(cpu_linear, "_torch_has_better_units", return_value=units),
-        mock.patch.object(reference, "linear", wraps=reference.linear) as torch_linear,
-    ):
-        assert_product(linear(x, weights, backend="cpu"), x, weights)
-    assert torch_linear.called == by_torch
 
 
 def test_what_is_cached_of_weights_ends_with_them() -> None:

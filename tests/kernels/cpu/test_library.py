@@ -15,6 +15,7 @@ def test_the_best_instruction_set_of_this_processor_is_chosen() -> None:
     assert ("avx512" in runnable_isas()) == bool(
         re.search(r"\bavx512vl\b", flags) and re.search(r"\bavx512dq\b", flags)
     )
+    assert ("avx512bf16" in runnable_isas()) == bool(re.search(r"\bavx512_bf16\b", flags))
     assert ("amx" in runnable_isas()) == bool(re.search(r"\bamx_bf16\b", flags))
 
 

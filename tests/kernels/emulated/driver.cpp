@@ -4,11 +4,11 @@
 // There is no operating system and no library underneath: boot.S calls run(), the report leaves by the serial port.
 #include "driver.h"
 
-extern const Ops ops_baseline, ops_avx512, ops_amx;
+extern const Ops ops_baseline, ops_avx512, ops_avx512bf16, ops_amx;
 
 namespace {
 
-const Ops* const BUILDS[] = {&ops_avx512, &ops_amx};
+const Ops* const BUILDS[] = {&ops_avx512, &ops_avx512bf16, &ops_amx};
 
 // One op with its inputs, as any build can run it into `out`.
 template <class T, class Run>

@@ -7,6 +7,7 @@
 #include "kernels/cpu/ops.h"
 
 OpenMp openmp = {};
+__thread Membership membership = {};
 
 extern "C" void* memcpy(void* to, const void* from, unsigned long bytes) {
   void* const start = to;
