@@ -307,7 +307,8 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
 
     def _deliver(self, entry: Entry, event: TokenEvent) -> None:
         message, stream = sequence_tokens(entry, event), entry.stream
-        self._pod.metrics.cached_tokens.inc(message.num_cached_tokens)
+        if message.num_cached_tokens:
+            self._pod.metrics.cached_tokens.inc(message.num_cached_tokens)
         stream.push(self._step, message)
         if event.finish_reason is not None:
             self.table.remove(entry)

@@ -7,7 +7,6 @@ the stream ends, and with it everything that was started for it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from proto import pods_pb2
 from proto.errors import PdserveError
@@ -27,6 +26,7 @@ class TokenStream:
         self._num_pending_tokens = 0
         self._error: PdserveError | None = None
         self._wake = asyncio.Event()
+        self._beat: asyncio.TimerHandle | None = None  # from the first next() to the end
 
     @property
     def overflown(self) -> bool:
@@ -50,19 +50,29 @@ class TokenStream:
             return
         self.ended = True
         self._error = error
+        if self._beat is not None:
+            self._beat.cancel()
         self._wake.set()
 
     async def next(self) -> pods_pb2.StepTokens | None:
-        """The next message; a heartbeat when nothing comes for HEARTBEAT_S; None at the end. Raises end()'s error."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEARTBEAT_S):
-                await self._wake.wait()
+        """The next message, without tokens (a heartbeat) when it is time; None at the end. Raises end()'s error."""
+        if self._beat is None and not self.ended:
+            self._keep_beating()
+        await self._wake.wait()
         if self._error is not None:
             self._pending.clear()
             raise self._error
         if self.ended and not self._pending:
             return None
         return self._take()
+
+    def _keep_beating(self) -> None:
+        """Wakes the reader in fixed intervals: a timeout for each message would cost more than the message."""
+        self._beat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._on_beat)
+
+    def _on_beat(self) -> None:
+        self._wake.set()
+        self._keep_beating()
 
     def _take(self) -> pods_pb2.StepTokens:
         message = pods_pb2.StepTokens(epoch=self._epoch, step=self._step, sequences=self._pending.values())

@@ -69,6 +69,7 @@ class Generation(Generic[B]):
         self._endpoint = endpoint
         self._router = router
         self._metrics = metrics
+        self._num_tokens = metrics.tokens.labels(endpoint.name)
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._wall_clock = wall_clock
@@ -124,7 +125,7 @@ class Generation(Generic[B]):
                 if first:
                     self._metrics.ttft.labels(name).observe(self._clock() - start)
                     first = False
-                self._metrics.tokens.labels(name).inc(len(response.tokens))
+                self._num_tokens.inc(len(response.tokens))
                 if response.finish_reason:
                     unfinished.discard(index)
                 yield index, response

@@ -14,6 +14,8 @@ FINISH_REASONS: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
 
 
 def token_output(token: SampledToken) -> common_pb2.TokenOutput:
+    if not token.top:
+        return common_pb2.TokenOutput(token_id=token.token_id, logprob=token.logprob)
     top = (common_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob) for t in token.top)
     return common_pb2.TokenOutput(token_id=token.token_id, logprob=token.logprob, top_logprobs=top)
 

@@ -6,8 +6,8 @@ from a prefill pod, a token from a decode pod and a token replayed elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from proto import common_pb2, inference_pb2
 from proto.errors import InternalError
@@ -16,9 +16,10 @@ from router.stop import StopMatcher
 from router.tokenizer import Tokenizer
 from router.validation import ResolvedRequest
 
+_FINISH_REASONS = frozenset(common_pb2.FinishReason.values())
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+
+class Chunk(NamedTuple):
     """News for the client. `stopped`: a stop string ended the answer here, and the pod does not know yet."""
 
     text: str
@@ -37,6 +38,8 @@ class Answer:
         self._detokenizer = Detokenizer(tokenizer.token_bytes)
         self._matcher = StopMatcher(request.stop)
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
+        self._min_tokens = request.sampling.min_tokens
+        self._wants_logprobs = request.wants_logprobs
         self._cached_tokens: int | None = None
         self.output_ids: list[int] = []
 
@@ -52,16 +55,16 @@ class Answer:
 
         Raises InternalError for a finish reason that this release does not know.
         """
-        if finish_reason not in common_pb2.FinishReason.values():
+        if finish_reason not in _FINISH_REASONS:
             raise InternalError(f"finish_reason = {finish_reason}: unknown to this router")
         incoming = tuple(tokens)
+        num_readable = len(incoming) - self._ends_by_id(incoming, finish_reason)
         text = ""
         for accepted, token in enumerate(incoming, start=1):
-            self.output_ids.append(token.token_id)
-            ends_by_id = accepted == len(incoming) and self._ends_by_id(token.token_id, finish_reason)
-            matched = self._matcher.feed(
-                "" if ends_by_id else self._detokenizer.push(token.token_id), enabled=self._past_min_tokens
-            )
+            token_id = token.token_id
+            self.output_ids.append(token_id)
+            piece = self._detokenizer.push(token_id) if accepted <= num_readable else ""
+            matched = self._matcher.feed(piece, enabled=self._past_min_tokens)
             text += matched.text
             if matched.match is not None:
                 stopped = finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED or accepted < len(incoming)
@@ -83,11 +86,14 @@ class Answer:
 
     @property
     def _past_min_tokens(self) -> bool:
-        return len(self.output_ids) >= self._request.sampling.min_tokens
+        return len(self.output_ids) >= self._min_tokens
 
-    def _ends_by_id(self, token_id: int, finish_reason: common_pb2.FinishReason.ValueType) -> bool:
-        """A token that stops the answer is no part of its text."""
-        return finish_reason == common_pb2.FINISH_REASON_STOP and token_id in self._stop_ids
+    def _ends_by_id(
+        self, tokens: Sequence[common_pb2.TokenOutput], finish_reason: common_pb2.FinishReason.ValueType
+    ) -> bool:
+        """The last token, if it stops the answer, is no part of its text."""
+        stopped = finish_reason == common_pb2.FINISH_REASON_STOP and len(tokens) > 0
+        return stopped and tokens[-1].token_id in self._stop_ids
 
     def _end(
         self, finish_reason: common_pb2.FinishReason.ValueType
@@ -109,7 +115,7 @@ class Answer:
         match: str = "",
         stopped: bool = False,
     ) -> Chunk:
-        if self._request.wants_logprobs:
+        if self._wants_logprobs:
             tokens = tuple(self._with_text(token) for token in tokens)
         return Chunk(text, tokens, finish_reason, match, stopped)
 

@@ -44,7 +44,8 @@ class _Call:
 
     def put(self, response: inference_pb2.GenerateResponse, /) -> None:
         self._pending.append(response)
-        self._tell()
+        if not self.is_listed:
+            self._tell()
 
     def end(self, error: PdserveError | None, /) -> None:
         self._ended, self._error = True, error

@@ -26,6 +26,8 @@ class State(enum.Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__  # members are single; Enum's own hashes the name, in Python, three times a token
+
     @property
     def terminal(self) -> bool:
         return self in TERMINAL
@@ -43,6 +45,8 @@ class Event(enum.Enum):
     ATTEMPT_FAILED = "attempt_failed"  # pod or transfer failed, or the pod was too busy: try again
     GAVE_UP = "gave_up"  # an error that no other pod can mend, no attempts left, no room, or the deadline
     CANCELLED = "cancelled"  # the client went away or said so
+
+    __hash__ = object.__hash__  # as State's
 
 
 class Resource(enum.Enum):

@@ -128,6 +128,8 @@ class Request:
         """The only place where the state changes and anything is freed."""
         transition = advance(self.state, event)
         self.state = transition.state
+        if not (transition.released or transition.settled):
+            return
         for resource in TOLD:
             if self._attempt is None:
                 assert not transition.released, f"{event.value}: {transition.released} without an attempt"
@@ -248,9 +250,10 @@ class Request:
             self._send(chunk, answer, emit)
 
     def _account_decode(self, tokens: pods_pb2.SequenceTokens, is_first: bool) -> None:
-        self._ledger.num_preemptions += tokens.num_preemptions
-        self._ledger.num_drafts += tokens.num_drafts
-        self._ledger.num_accepted += tokens.num_accepted
+        if tokens.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
+            self._ledger.num_preemptions += tokens.num_preemptions
+            self._ledger.num_drafts += tokens.num_drafts
+            self._ledger.num_accepted += tokens.num_accepted
         if not is_first:
             self._ledger.account("decode", self._services.clock())
             return
@@ -289,8 +292,6 @@ class Request:
             model=self._services.model.name,
             text=chunk.text,
             tokens=chunk.tokens,
-            finish_reason=chunk.finish_reason,
-            stop_match=chunk.stop_match,
         )
         if self._sent_at is None or is_last:
             response.usage.CopyFrom(answer.usage())
@@ -298,6 +299,7 @@ class Request:
             response.prompt_text = answer.prompt_text()
         self._stamp(len(chunk.tokens))
         if is_last:
+            response.finish_reason, response.stop_match = chunk.finish_reason, chunk.stop_match
             self._ledger.account("other", self._services.clock())
             self._close(FINISHED_AS[chunk.finish_reason])
             response.ledger.CopyFrom(self.ledger())
@@ -308,8 +310,8 @@ class Request:
         if self._sent_at is None:
             self._ledger.first_token(now)
         else:
-            self._services.metrics.itl_s.observe(now - self._sent_at)
-        self._services.metrics.tokens.inc(num_tokens)
+            self._services.metrics.stream.gap(now - self._sent_at)
+        self._services.metrics.stream.num_tokens += num_tokens
         self._sent_at = now
 
 

@@ -244,7 +244,7 @@ async def test_26_a_fresh_pod_takes_part_before_its_second_heartbeat(registry_ur
 def test_every_test_that_the_list_names_exists() -> None:
     listed = (ROOT / "docs" / "failures.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", listed)
-    assert len(named) > 27, "one at least for every class"
+    assert len(named) > 28, "one at least for every class"
     missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
     assert not missing
-    assert [int(number) for number in re.findall(r"^\| (\d+) \|", listed, re.MULTILINE)] == list(range(1, 28))
+    assert [int(number) for number in re.findall(r"^\| (\d+) \|", listed, re.MULTILINE)] == list(range(1, 29))
