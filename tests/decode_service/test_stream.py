@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -43,9 +45,23 @@ async def test_a_lagging_reader_gets_steps_merged() -> None:
 async def test_without_tokens_it_beats() -> None:
     stream = TokenStream("router", "epoch")
     started = asyncio.get_running_loop().time()
-    message = await stream.next()
-    assert message == pods_pb2.StepTokens(epoch="epoch")
-    assert asyncio.get_running_loop().time() - started >= HEARTBEAT_S * 0.9
+    for beat in (1, 2):
+        message = await asyncio.wait_for(stream.next(), 4 * HEARTBEAT_S)
+        assert message == pods_pb2.StepTokens(epoch="epoch")
+        assert asyncio.get_running_loop().time() - started >= beat * HEARTBEAT_S * 0.9
+    stream.end()
+
+
+async def test_after_its_end_nothing_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_service.stream.HEARTBEAT_S", 0.01)
+    stream = TokenStream("router", "epoch")
+    await stream.next()
+    stream.end()
+    ended = weakref.ref(stream)
+    del stream
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert ended() is None
 
 
 async def test_what_was_pushed_before_a_clean_end_is_read() -> None:

@@ -82,6 +82,7 @@ class ScriptedRouter(InferenceServicer):
         self.requests: list[GenerateRequest] = []
         self.arrived: asyncio.Queue[GenerateRequest] = asyncio.Queue()
         self.cancelled: asyncio.Queue[GenerateRequest] = asyncio.Queue()
+        self.streams: list[GatewayStream] = []  # all that there were
         self.status = GetStatusResponse(serving=True)
         self.server = Server(["pdserve.v1.Inference"])
         self.address = ""
@@ -101,7 +102,8 @@ class ScriptedRouter(InferenceServicer):
         raise NotImplementedError("a gateway's requests come by GenerateMany")
 
     async def GenerateMany(self, requests: Requests, context: Context) -> None:  # type: ignore[override]  # noqa: N802 - as the router's
-        await serve(GatewayStream(self._start), requests, context)
+        self.streams.append(GatewayStream(self._start))
+        await serve(self.streams[-1], requests, context)
 
     def _start(self, request: GenerateRequest, timeout_s: float | None, sink: Sink) -> asyncio.Task[None]:
         self.requests.append(request)

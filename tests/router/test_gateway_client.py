@@ -157,12 +157,13 @@ async def test_abort_by_id(registry_url: str, tmp_path: Path) -> None:
 
 async def test_one_that_leaves_is_cancelled_alone(registry_url: str, tmp_path: Path) -> None:
     async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack, gateway_of(stack.router) as client:
-        staying = await first_response(client, long_running(20, 80, seed=1))
+        staying = await first_response(client, long_running(20, 200, seed=1))
         async with aclosing(client.generate(long_running(50, 900))) as responses:
             async for _ in responses:
                 break
-        await until(lambda: len(stack.router.requests) <= 1)
-        assert_right(await staying, long_running(20, 80, seed=1))
+        await until(lambda: len(stack.router.requests) == 1)
+        assert not staying.done()
+        assert_right(await staying, long_running(20, 200, seed=1))
         await stack.until_rest()
         await stack.pods.assert_idle()
 
@@ -214,6 +215,22 @@ async def test_a_router_that_stops_finishes_what_runs(registry_url: str, tmp_pat
         assert isinstance(late, PodUnavailable)
         assert_right(await running, request)
         await asyncio.wait_for(stopping, WAIT_S / 2)  # and not only when its grace is over
+
+
+async def test_a_stream_that_drains_is_left_for_another(scripted: ScriptedRouter) -> None:
+    """As when the address leads to another router already."""
+    go_on = asyncio.Event()
+    first, last = answer("Hello", " world")
+    scripted.play(first, go_on, last)
+    async with gateway_of(scripted) as client:
+        running = await first_response(client, inference_pb2.GenerateRequest())
+        scripted.streams[0].drain()
+        await asyncio.sleep(0.05)
+        scripted.play(first, last)
+        assert (await collect(client, inference_pb2.GenerateRequest())).text == "Hello world"
+        assert [len(stream) for stream in scripted.streams] == [1, 0]
+        go_on.set()
+        assert (await asyncio.wait_for(running, WAIT_S)).text == "Hello world"
 
 
 async def test_a_router_that_must_stop_ends_each_with_one_status(registry_url: str, tmp_path: Path) -> None:
