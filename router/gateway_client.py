@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Iterator
 import grpc.aio
 
 from proto import common_pb2, inference_pb2, inference_pb2_grpc
-from proto.errors import Cancelled, InvalidRequest, PdserveError, PodUnavailable, from_info, from_rpc
+from proto.errors import TRAILER, Cancelled, InvalidRequest, PdserveError, PodUnavailable, from_info, from_rpc
 from proto.service import MAX_MESSAGE_BYTES
 from router.client import RouterClient
 from router.mailbox import Mailbox
@@ -138,7 +138,7 @@ class _Stream:
             await self._read()
             error = PodUnavailable("the router has ended the stream")
         except grpc.aio.AioRpcError as broken:
-            error = from_rpc(broken)
+            error = _reason(broken)
         finally:
             self.takes_starts = False
             writer.cancel()
@@ -190,3 +190,10 @@ class _Stream:
         for start in taken:
             del self._starts[start.call_id]
         return taken
+
+
+def _reason(broken: grpc.aio.AioRpcError) -> PdserveError:
+    """What the router said, if it did; any other status is the link's and no request's fault, whatever its code."""
+    if any(key == TRAILER for key, _ in broken.trailing_metadata() or ()):
+        return from_rpc(broken)
+    return PodUnavailable(f"{broken.code().name}: {broken.details()}")

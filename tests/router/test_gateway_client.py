@@ -8,10 +8,20 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
-from proto import common_pb2, inference_pb2
-from proto.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, PdserveError, PodUnavailable
+from proto import common_pb2, inference_pb2, inference_pb2_grpc
+from proto.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PdserveError,
+    PodUnavailable,
+    from_rpc,
+)
+from proto.service import channel
 from router import gateway_client
 from router.client import RouterClient
 from router.gateway_client import MAX_UNREAD, GatewayClient
@@ -239,11 +249,9 @@ async def test_a_router_that_must_stop_ends_each_with_one_status(registry_url: s
         gateway_of(stack.router) as client,
     ):
         tasks = [await first_response(client, long_running(20, 900, seed)) for seed in range(3)]
-        by_generate = await first_response(stack.client, long_running(20, 900))
         await asyncio.wait_for(stack.router.stop(), WAIT_S / 2)
-        results = await asyncio.gather(*tasks, by_generate, return_exceptions=True)
-        assert len({type(result) for result in results}) == 1, "as Generate's"
-        assert isinstance(results[0], PdserveError)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [PodUnavailable] * 3
 
 
 async def test_another_router_at_the_same_address(registry_url: str, tmp_path: Path) -> None:
@@ -281,6 +289,23 @@ async def test_a_stream_that_breaks_after_the_last_response_concerns_nobody(scri
         assert (await asyncio.wait_for(task, WAIT_S)).text == "Hello world"
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED])
+async def test_a_status_that_the_router_did_not_give_blames_no_request(code: grpc.StatusCode) -> None:
+    async def break_off(requests: object, context: grpc.aio.ServicerContext[object, object]) -> None:
+        await context.abort(code, "broken")
+
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(break_off)
+    server = grpc.aio.server()
+    server.add_registered_method_handlers("pdserve.v1.Inference", {"GenerateMany": handler})
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with GatewayClient(f"127.0.0.1:{port}") as client:
+        error = await failure(client, inference_pb2.GenerateRequest())
+    await server.stop(None)
+    assert isinstance(error, PodUnavailable)
+    assert error.message == f"{code.name}: broken"
+
+
 async def test_large_requests_are_packed_apart_and_too_large_ones_refused(
     scripted: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,3 +329,46 @@ async def test_a_finish_reason_is_the_last_response(scripted: ScriptedRouter) ->
             common_pb2.FINISH_REASON_UNSPECIFIED,
             common_pb2.FINISH_REASON_STOP,
         ]
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"\x0a\xff", "the request is not a valid message"),
+        (
+            inference_pb2.GenerateManyRequest(starts=[inference_pb2.StartCall(call_id=1)]).SerializeToString(),
+            "starts.max_unread = 0: must be 1 or more",
+        ),
+    ],
+    ids=["undecodable", "contract"],
+)
+async def test_a_gateway_that_breaks_the_contract_is_told_how(
+    scripted: ScriptedRouter, data: bytes, complaint: str
+) -> None:
+    async with channel(scripted.address) as to_router:
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = to_router.stream_stream(
+            "/pdserve.v1.Inference/GenerateMany"
+        )
+        call = method()
+        await call.write(data)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await asyncio.wait_for(call.read(), WAIT_S)
+    error = from_rpc(ended.value)
+    assert isinstance(error, InvalidRequest)
+    assert complaint in error.message
+
+
+async def test_a_gateway_that_has_said_all_gets_the_rest(scripted: ScriptedRouter) -> None:
+    go_on = asyncio.Event()
+    first, last = answer("Hello", " world")
+    scripted.play(first, go_on, last)
+    start = inference_pb2.StartCall(call_id=1, max_unread=10)
+    async with channel(scripted.address) as to_router:
+        call = inference_pb2_grpc.InferenceStub(to_router).GenerateMany()
+        await call.write(inference_pb2.GenerateManyRequest(starts=[start]))
+        await call.done_writing()
+        await asyncio.wait_for(scripted.arrived.get(), WAIT_S)
+        go_on.set()
+        texts = [r.text async for message in call for news in message.calls for r in news.responses]
+        assert "".join(texts) == "Hello world"
+        assert await call.code() == grpc.StatusCode.OK

@@ -17,6 +17,7 @@ from proto import common_pb2
 from proto.errors import PodUnavailable
 from proto.settings import ConfigError
 from router.client import RouterClient
+from router.gateway_client import GatewayClient
 from router.model import ModelError, load_model
 from router.settings import RouterSettings
 from router.snapshot import DECODE
@@ -193,14 +194,15 @@ async def test_a_stopped_prefill_process_is_given_up(registry_url: str, runtime_
         assert [a.prefill_pod for a in again.ledger.attempts] == [processes[0].ready["pod_id"]]
 
 
-async def test_a_killed_router_leaves_nothing_on_the_pods(cluster: Cluster) -> None:
+@pytest.mark.parametrize("kind", [RouterClient, GatewayClient])
+async def test_a_killed_router_leaves_nothing_on_the_pods(cluster: Cluster, kind: type[RouterClient]) -> None:
     for role in ("prefill", "decode"):
         await cluster.start(role, fake_step_s=0.003)
     router = await Process.start(
         "router", model="fake", port=0, registry_url=cluster.registry_url, cluster=cluster.name
     )
     try:
-        async with RouterClient(router.ready["address"]) as client:
+        async with kind(router.ready["address"]) as client:
             outcome = Outcome()
             with pytest.raises(PodUnavailable):
                 await read_and_kill(client, outcome, router)
