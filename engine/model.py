@@ -17,10 +17,11 @@ from engine.layers import decoder_of, ends_of
 from engine.model_config import ModelConfig, read_config
 from engine.shard import WHOLE
 from engine.tensor_parallel.exchange import ALONE, Exchange
-from engine.weights import ModelWeights, load_weights
+from engine.weights import TORCH_DTYPES, ModelWeights, load_weights
 from kernels.decoder import Decoder, ExpertsStage, embed, forward, project, run_stages
 from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
+from kernels.linear import prefers_panels
 
 
 class Model:
@@ -50,7 +51,8 @@ class Model:
     ) -> Model:
         """The weights on `device`. Raises CheckpointError."""
         config = read_config(model_dir)
-        weights = load_weights(model_dir, config, dtype, exchange.shard, quantization)
+        in_panels = prefers_panels(device, TORCH_DTYPES[dtype])
+        weights = load_weights(model_dir, config, dtype, exchange.shard, quantization, in_panels)
         return cls(config, moved(weights, device), exchange)
 
     @property

@@ -24,7 +24,13 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 DATA_ALIGNMENT_BYTES = 64  # the header is padded so that mapped tensors start on a cache line
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1}
-GIVEN_AS = {"F32": np.float32, "F16": np.float16, "BF16": np.float32, "U8": np.uint8, "I8": np.int8}  # to write_tensors
+GIVEN_AS = {  # to write_tensors
+    "F32": (np.float32,),
+    "F16": (np.float16,),
+    "BF16": (np.float32, np.uint16),
+    "U8": (np.uint8,),
+    "I8": (np.int8,),
+}
 SAMPLE_BYTES = 64 << 10
 SAMPLES_PER_FILE = 64
 
@@ -112,7 +118,8 @@ def write_tensors(
 ) -> None:
     """Writes `tensors`, in the order of `layout`; calls on_written(bytes, of bytes).
 
-    What becomes BF16 is given as float32 and rounded. ValueError when they do not come as `layout` says.
+    What becomes BF16 is given as float32 and rounded, or as its bits. ValueError when they do not come as `layout`
+    says.
     """
     header, total = _layout_header(layout)
     expected = iter(layout.items())
@@ -124,10 +131,11 @@ def write_tensors(
             if (
                 wanted is None
                 or wanted != (name, (wanted[1][0], values.shape))
-                or values.dtype != GIVEN_AS[wanted[1][0]]
+                or values.dtype not in GIVEN_AS[wanted[1][0]]
             ):
                 raise ValueError(f"expected {wanted}, got {name} {values.dtype} {values.shape}")
-            data = to_bfloat16(values) if wanted[1][0] == "BF16" else np.ascontiguousarray(values)
+            rounded = wanted[1][0] == "BF16" and values.dtype == np.float32
+            data = to_bfloat16(values) if rounded else np.ascontiguousarray(values)
             f.write(data.tobytes())
             written += data.nbytes
             on_written(written, total)

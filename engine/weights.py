@@ -2,9 +2,9 @@
 
 Matrices stay bfloat16 where the file has them so, also in a float32 model: products widen them exactly as they read
 them, for half of the memory and of its traffic. Only what the file has in another dtype is a converted copy, and the
-vectors, which are small. One rank of a tensor-parallel pod takes its rows and columns of the same views. Quantised
-linears come from a file of their own (quantized_file.py), mapped likewise; the embedding, in which rows are looked up,
-and the norms stay the checkpoint's.
+vectors, which are small. One rank of a tensor-parallel pod takes its rows and columns of the same views. Linears that
+are quantised, or wanted in panels, come from a file of their own (packed_file.py), mapped likewise; the embedding, in
+which rows are looked up, and the norms stay the checkpoint's.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from safetensors import safe_open
 from engine.config_fields import CheckpointError
 from engine.families import ExpertNames
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig
+from engine.packed_file import HEAD, PackedFile, packed_file
 from engine.quantization import check_quantization
-from engine.quantized_file import HEAD, QuantizedFile, quantized_file
 from engine.safetensors_file import TensorEntry, read_header, shard_files
 from engine.shard import WHOLE, Shard
+from kernels import panels, quantized
 from kernels.decoder import MlpWeights
-from kernels.linear import LinearWeights
-from kernels.quantized import QuantizedMatrix, dequantized, sliced
+from kernels.linear import LinearWeights, Part, kind_of
+from kernels.panels import PanelMatrix
+from kernels.quantized import QuantizedMatrix
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_DTYPES = ("F32", "F16", "BF16")
@@ -78,17 +80,23 @@ class ModelWeights:
 
 
 def load_weights(
-    model_dir: Path, config: ModelConfig, dtype: str, shard: Shard = WHOLE, quantization: str = "none"
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: str,
+    shard: Shard = WHOLE,
+    quantization: str = "none",
+    in_panels: bool = False,
 ) -> ModelWeights:
     """What `shard` computes with: its heads, inner columns and words; all of the embedding and of the norms.
 
-    The bias after a sum over the ranks is the first rank's. The first load with a `quantization` takes seconds; later
-    ones map its file. Raises CheckpointError when a tensor is missing, its shape is not what config.json says, or the
-    weights cannot be quantised so.
+    in_panels: linears that are not quantised lie so (kernels/panels.py). The bias after a sum over the ranks is the
+    first rank's. The first load in panels or with a `quantization` takes seconds; later ones map its file. Raises
+    CheckpointError when a tensor is missing, its shape is not what config.json says, or the weights cannot be
+    quantised so.
     """
     check_quantization(quantization, config.quantization, str(model_dir))
-    quantized = quantized_file(model_dir, config, quantization)
-    reader = _Reader(model_dir, TORCH_DTYPES[dtype], config.family.norm_weight_offset, quantized)
+    packed = packed_file(model_dir, config, quantization, in_panels)
+    reader = _Reader(model_dir, TORCH_DTYPES[dtype], config.family.norm_weight_offset, packed, in_panels)
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = reader.matrix("model.embed_tokens.weight", (vocab, hidden))
     return ModelWeights(
@@ -103,8 +111,8 @@ def load_weights(
 
 
 def _load_head(reader: _Reader, embedding: torch.Tensor, tied: bool, words: range) -> LinearWeights:
-    if tied and not reader.is_quantized(HEAD):
-        return LinearWeights((embedding[words.start : words.stop],))
+    if tied and not reader.is_packed(HEAD):
+        return LinearWeights((reader.arranged(embedding[words.start : words.stop]),))
     return reader.linear({HEAD: Rows(embedding.shape[0], (words,))}, embedding.shape[1], bias=False)
 
 
@@ -204,13 +212,16 @@ def _shifted(run: range, offset: int) -> range:
 
 
 class _Reader:
-    """Finds tensors by name in a checkpoint's shards, each of which it maps once, and in its quantised linears."""
+    """Finds tensors by name in a checkpoint's shards, each of which it maps once, and in the file of its linears."""
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, norm_weight_offset: float, quantized: Path | None) -> None:
+    def __init__(
+        self, model_dir: Path, dtype: torch.dtype, norm_weight_offset: float, packed: Path | None, in_panels: bool
+    ) -> None:
         self._model_dir = model_dir
         self._dtype = dtype
         self._norm_weight_offset = norm_weight_offset
-        self._quantized = None if quantized is None else QuantizedFile(quantized)
+        self._packed = None if packed is None else PackedFile(packed)
+        self._in_panels = in_panels
         self._opened: dict[Path, Any] = {}
         self._found: dict[str, tuple[Path, TensorEntry]] = {
             name: (shard, entry) for shard in shard_files(model_dir) for name, entry in read_header(shard).items()
@@ -226,8 +237,8 @@ class _Reader:
             for name, rows in projections.items()
             for run in _joined(rows.wanted)
         ]
-        if len({part.dtype if isinstance(part, torch.Tensor) else part.format for part in parts}) > 1:
-            parts = [_widened(part, self._dtype) for part in parts]
+        if len(set(map(kind_of, parts))) > 1:
+            parts = [self.arranged(_widened(part, self._dtype)) for part in parts]
         biases = [
             self.vector(f"{name}.bias", rows.total)[run.start : run.stop]
             for name, rows in projections.items()
@@ -235,19 +246,23 @@ class _Reader:
         ]
         return LinearWeights(tuple(parts), torch.cat(biases) if biases else None)
 
-    def is_quantized(self, name: str) -> bool:
-        """Whether linear `name` is."""
-        return self._quantized is not None and name in self._quantized
+    def is_packed(self, name: str) -> bool:
+        """Whether linear `name` is quantised, or in panels already."""
+        return self._packed is not None and name in self._packed
 
-    def _part(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> torch.Tensor | QuantizedMatrix:
+    def arranged(self, matrix: torch.Tensor) -> Part:
+        """`matrix` as a linear wants it."""
+        return panels.pack(matrix) if self._in_panels else matrix
+
+    def _part(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> Part:
         """These rows and columns of linear `name`."""
-        if self._quantized is None or name not in self._quantized:
-            return self._block(f"{name}.weight", shape, rows, columns)
+        if self._packed is None or name not in self._packed:
+            return self.arranged(self._block(f"{name}.weight", shape, rows, columns))
         try:
-            matrix = sliced(self._quantized.matrix(name, shape), rows, columns)
+            matrix = _sliced(self._packed.matrix(name, shape), rows, columns)
         except ValueError as error:
             raise CheckpointError(f"{self._model_dir}: {name} cannot be shared among ranks: {error}") from None
-        _fetch_pages(matrix.packed.flatten(0, 1))
+        _fetch_pages(matrix.packed)
         return matrix
 
     def matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -284,8 +299,16 @@ class _Reader:
         return tensor
 
 
-def _widened(part: torch.Tensor | QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
-    return (dequantized(part) if isinstance(part, QuantizedMatrix) else part).to(dtype)
+def _sliced(matrix: PanelMatrix | QuantizedMatrix, rows: range, columns: range) -> PanelMatrix | QuantizedMatrix:
+    if isinstance(matrix, PanelMatrix):
+        return panels.sliced(matrix, rows, columns)
+    return quantized.sliced(matrix, rows, columns)
+
+
+def _widened(part: Part, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(part, QuantizedMatrix):
+        return quantized.dequantized(part).to(dtype)
+    return (panels.unpacked(part) if isinstance(part, PanelMatrix) else part).to(dtype)
 
 
 def _joined(runs: tuple[range, ...]) -> list[range]:

@@ -37,7 +37,7 @@ def implementation(
     "cpu" that cannot be built.
     """
     if backend is None:
-        chosen = _default(tensor.device.type, tensor.dtype, cpu_dtypes)
+        chosen = default_backend(tensor.device.type, tensor.dtype, cpu_dtypes)
     else:
         chosen = _checked(backend, tensor, cpu_dtypes)
     return _load(chosen, module, op)
@@ -52,7 +52,8 @@ def _checked(backend: Backend, tensor: torch.Tensor, cpu_dtypes: tuple[torch.dty
     return backend
 
 
-def _default(device: str, dtype: torch.dtype, cpu_dtypes: tuple[torch.dtype, ...] = CPU_DTYPES) -> Backend:
+def default_backend(device: str, dtype: torch.dtype, cpu_dtypes: tuple[torch.dtype, ...] = CPU_DTYPES) -> Backend:
+    """Who computes on `device` (its type) when nobody says otherwise."""
     if device == "cuda":
         return "triton"
     if device == "cpu" and dtype in cpu_dtypes and _cpu_library_loads():

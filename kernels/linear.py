@@ -1,4 +1,4 @@
-"""Linear layers over weights as checkpoints store them: of any precision up to that of x, or small integers."""
+"""Linear layers over weights of any precision up to that of x, or of small integers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from functools import cached_property
 import torch
 
 from kernels.checks import check_dtype, check_rows, check_shape
-from kernels.dispatch import Backend, implementation
+from kernels.dispatch import Backend, default_backend, implementation
+from kernels.panels import PanelMatrix
 from kernels.quantized import QuantizedMatrix
+
+Part = torch.Tensor | PanelMatrix | QuantizedMatrix
 
 
 @dataclass(frozen=True, eq=False)
 class LinearWeights:
-    """Linear layers that share their input: parts [N_i, K] of one dtype or format, bias [sum of N_i] or none.
+    """Linear layers that share their input: parts [N_i, K] of one kind, bias [sum of N_i] or none.
 
-    The parts may lie anywhere (views of a mapped file, say) and are never copied; they must not be moved or resized.
+    A part is a tensor as checkpoints store it, or what an implementation multiplies without copying it first: panels
+    (see `prefers_panels`), or integers. Parts may lie anywhere (views of a mapped file, say) and must not change.
     Raises ValueError or TypeError for shapes, dtypes and formats.
     """
 
-    parts: tuple[torch.Tensor | QuantizedMatrix, ...]
+    parts: tuple[Part, ...]
     bias: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -28,11 +32,9 @@ class LinearWeights:
             raise ValueError("parts is empty, expected at least one weight")
         for i, part in enumerate(self.parts):
             if isinstance(part, torch.Tensor):
-                check_shape(f"parts[{i}]", part, (None, self.columns))
-                check_dtype(f"parts[{i}]", part, self.dtype)
+                check_shape(f"parts[{i}]", part, (None, None))
                 check_rows(f"parts[{i}]", part)
-            else:
-                _check_alike(f"parts[{i}]", part, self.parts[0])
+            _check_alike(f"parts[{i}]", part, self.parts[0])
         if self.bias is not None:
             check_shape("bias", self.bias, (self.rows,))
             check_rows("bias", self.bias)
@@ -49,9 +51,9 @@ class LinearWeights:
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The parts of weights that are not quantised. Raises TypeError for others."""
-        if any(isinstance(part, QuantizedMatrix) for part in self.parts):
-            raise TypeError("quantised weights have no plain tensors")
+        """The parts of weights as checkpoints store them. Raises TypeError for others."""
+        if not all(isinstance(part, torch.Tensor) for part in self.parts):
+            raise TypeError("weights in panels, or quantised, have no plain tensors")
         return tuple(part for part in self.parts if isinstance(part, torch.Tensor))
 
     @cached_property
@@ -85,11 +87,29 @@ def linear(x: torch.Tensor, weights: LinearWeights, *, backend: Backend | None =
     return out
 
 
-def _check_alike(name: str, part: QuantizedMatrix, first: torch.Tensor | QuantizedMatrix) -> None:
+def prefers_panels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether x of `dtype` on `device` is multiplied by weights in panels; others are then copied when first used."""
+    if default_backend(device.type, dtype) != "cpu":
+        return False
+    from kernels.cpu.linear import takes_rows  # noqa: PLC0415  (only machines that compute on CPUs need it)
+
+    return not takes_rows(dtype, torch.bfloat16)
+
+
+def kind_of(part: Part) -> tuple[object, ...]:
+    """What parts that are multiplied in one call have in common, beside their columns."""
+    if isinstance(part, QuantizedMatrix):
+        return "quantised", *part.format
+    return "panels" if isinstance(part, PanelMatrix) else "plain", part.dtype
+
+
+def _check_alike(name: str, part: Part, first: Part) -> None:
     """Raises ValueError or TypeError unless both can be multiplied in one call."""
-    if not isinstance(first, QuantizedMatrix):
-        raise TypeError(f"{name} is quantised, expected {first.dtype} as parts[0]")
-    if part.columns != first.columns:
-        raise ValueError(f"{name} has shape {part.shape}, expected (*, {first.columns})")
-    if part.format != first.format:
-        raise TypeError(f"{name} has format {part.format}, expected {first.format}")
+    if part.shape[-1] != first.shape[-1]:
+        raise ValueError(f"{name} has shape {tuple(part.shape)}, expected (*, {first.shape[-1]})")
+    if kind_of(part) != kind_of(first):
+        raise TypeError(f"{name} is {_told(part)}, expected {_told(first)} as parts[0]")
+
+
+def _told(part: Part) -> str:
+    return " ".join(map(str, kind_of(part)))

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 
 from kernels.checks import check_dtype, check_shape
+from kernels.panels import PANEL
 
-PANEL = 16  # rows that lie interleaved
 STEP = 8  # columns of one piece of memory
 GROUPS = (32, 64, 128)  # columns that share a scale
 MIDDLE = 8  # what a 4-bit q stands for when there are no offsets: q - 8

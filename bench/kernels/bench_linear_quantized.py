@@ -37,7 +37,8 @@ from bench.kernels.bench_linear import (
 )
 from engine.quantize import INT4_GROUP
 from kernels.linear import LinearWeights
-from kernels.quantized import PANEL, STEP, QuantizedMatrix
+from kernels.panels import PANEL
+from kernels.quantized import STEP, QuantizedMatrix
 
 FORMATS = ("int8", "int4")
 ROWS = (1, 4, 8, 16)

@@ -20,7 +20,8 @@ from bench.kernels.roofline import BFLOAT16, INT4, INT4_GROUP, KV8, Step, Work
 from kernels import block_copy, gates, kv_write, paged_decode, paged_prefill, rms_norm, rope, sampling
 from kernels.kv_cache import PagedKV
 from kernels.linear import LinearWeights, linear
-from kernels.quantized import PANEL, STEP, QuantizedMatrix
+from kernels.panels import PANEL
+from kernels.quantized import STEP, QuantizedMatrix
 
 BLOCK_SIZE = 16
 OURS = "ours"

@@ -11,12 +11,15 @@ import torch
 
 from kernels.cpu.build import build
 from kernels.kv_cache import PagedKV
+from kernels.linear import Part
+from kernels.panels import PanelMatrix
 from kernels.quantized import QuantizedMatrix
 
 OK = -1
 MAX_HEAD_DIM = 256
 MAX_DEPTH = 32768
 _MAX_WINDOW = 2**63 - 1
+_ROWS, _PANELS = 0, 1  # how weights lie in memory
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # uint8: two of 4 bits
 _CACHE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}  # 0: the dtype of the computation
@@ -56,12 +59,12 @@ class Heads(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """Weights [rows, columns]; the last three of quantised ones alone."""
+    """Weights [rows, columns]; `stride`: from a row or panel to the next; the last three of quantised ones alone."""
 
     _fields_ = (
         ("data", _POINTER),
         ("rows", _INT64),
-        ("row_stride", _INT64),
+        ("stride", _INT64),
         *((name, _POINTER) for name in ("scales", "offsets", "row_scales")),
     )
 
@@ -74,6 +77,7 @@ class Weights(ctypes.Structure):
         ("matrices", ctypes.POINTER(Matrix)),
         *((name, _INT64) for name in ("count", "depth", "group")),
         ("offsets_dtype", _INT32),
+        ("layout", _INT32),
     )
 
 
@@ -293,18 +297,21 @@ def scoring_of(scale: float, sliding_window: int | None, soft_cap: float | None)
     return Scoring(scale, soft_cap or 0.0, _MAX_WINDOW if sliding_window is None else sliding_window)
 
 
-def weights_of(parts: Sequence[torch.Tensor | QuantizedMatrix]) -> Weights:
-    """parts: [rows, columns] of one dtype or format and equal columns; they must outlive the result."""
+def weights_of(parts: Sequence[Part]) -> Weights:
+    """parts: [rows, columns] of one kind and equal columns; they must outlive the result."""
     matrices = (Matrix * len(parts))(*map(_matrix_of, parts))
     first = parts[0]
     if not isinstance(first, QuantizedMatrix):
-        return Weights(dtype_code(first), matrices, len(parts), first.shape[1])
+        layout = _PANELS if isinstance(first, PanelMatrix) else _ROWS
+        return Weights(DTYPES[first.dtype], matrices, len(parts), first.shape[1], layout=layout)
     offsets_dtype = 0 if first.offsets is None else dtype_code(first.offsets)
     return Weights(dtype_code(first.packed), matrices, len(parts), first.columns, first.group or 0, offsets_dtype)
 
 
-def _matrix_of(part: torch.Tensor | QuantizedMatrix) -> Matrix:
-    if not isinstance(part, QuantizedMatrix):
+def _matrix_of(part: Part) -> Matrix:
+    if isinstance(part, PanelMatrix):
+        return Matrix(part.packed.data_ptr(), part.rows, part.packed.stride(0))
+    if isinstance(part, torch.Tensor):
         return Matrix(part.data_ptr(), part.shape[0], part.stride(0))
     scales, offsets = (None if t is None else t.data_ptr() for t in (part.scales, part.offsets))
     return Matrix(part.packed.data_ptr(), part.rows, 0, scales, offsets, part.row_scales.data_ptr())

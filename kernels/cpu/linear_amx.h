@@ -95,8 +95,8 @@ class AmxBlock {
                        int64_t out_stride) const {
     const int64_t last = min(end, offset + matrix.rows);
     for (int64_t n = max(begin, offset); n < last; n += WEIGHT_ROWS) {
-      const bf16* data = static_cast<const bf16*>(matrix.data) + (n - offset) * matrix.row_stride;
-      multiply({data, matrix.row_stride, min(WEIGHT_ROWS, last - n)}, bias == nullptr ? nullptr : bias + n, out + n,
+      const bf16* data = static_cast<const bf16*>(matrix.data) + (n - offset) * matrix.stride;
+      multiply({data, matrix.stride, min(WEIGHT_ROWS, last - n)}, bias == nullptr ? nullptr : bias + n, out + n,
                out_stride);
     }
   }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ops.h"
+#include "panels.h"
 #include "parallel.h"
 #include "quantized_formats.h"
 #include "quantized_rows.h"
@@ -13,8 +14,7 @@
 namespace {
 
 constexpr int ROW_TILE = 4;   // most rows of x whose sums share the registers
-constexpr int MAX_TILES = 4;  // of one item: its x stays in a first-level cache
-constexpr int QUANTIZED_ITEMS_PER_THREAD = 16;
+constexpr int MAX_ROW_TILES = 4;  // of one item: its x stays in a first-level cache
 
 // Where a panel lies.
 struct Panel {
@@ -27,20 +27,6 @@ struct Panel {
 
   bool has_offsets() const { return narrow_offsets != nullptr || wide_offsets != nullptr; }
   Vec offset(int64_t i) const { return wide_offsets != nullptr ? load(wide_offsets + i) : load(narrow_offsets + i); }
-};
-
-// The part of W that will be wanted next, fetched in the order in which it lies in memory: the processor's own
-// prefetching stops at the end of each page, and follows the first of several tiles of x only.
-struct Upcoming {
-  const uint8_t* next;
-  int64_t bytes_per_step;
-
-  template <int STEP_BYTES>  // that a step reads
-  void advance() {
-    constexpr int LINE = 64;
-    for (int i = 0; i < STEP_BYTES; i += LINE) __builtin_prefetch(next + i);
-    next += bytes_per_step;
-  }
 };
 
 // Adds the products of a step.
@@ -63,7 +49,7 @@ inline void multiply_step(const typename Format::Value* values, int64_t stride, 
 // sums[r][v] = panel times x row first + r. Group g of x belongs to group g >> groups_shift of W.
 template <class Format, int ROWS>
 void multiply_panel(const QuantizedRows<typename Format::Value>& x, int64_t first, int64_t groups_shift,
-                    const Panel& panel, Upcoming upcoming, Vec (*sums)[VECTORS]) {
+                    const Panel& panel, Fetch fetch, Vec (*sums)[VECTORS]) {
   const auto* values = x.values + first * x.stride;
   const float* scales = x.scales + first * x.groups;
   const float* totals = x.totals + first * x.groups;
@@ -78,7 +64,7 @@ void multiply_panel(const QuantizedRows<typename Format::Value>& x, int64_t firs
     const int64_t end = min(x.stride, (g + 1) * x.group);
     for (int64_t k = g * x.group; k < end; k += STEP_COLUMNS, step += Format::STEP_BYTES) {
       multiply_step<Format, ROWS>(values + k, x.stride, step, acc);
-      upcoming.advance<Format::STEP_BYTES>();
+      fetch.advance<Format::STEP_BYTES>();
     }
     const int64_t at = (g >> groups_shift) * PANEL;
     Vec scale[VECTORS], offset[VECTORS];
@@ -126,24 +112,15 @@ inline Panel panel_of(const Weights& weights, const Matrix& matrix, int64_t inde
   };
 }
 
-// How a call is cut: into blocks of rows of x, and each of these into chunks of panels.
-struct QuantizedPlan {
-  int64_t columns = 0, panels = 0;
-  int64_t groups, x_group, groups_shift = 0;  // of W; columns of a group of x; W has 2^-groups_shift as many
-  int64_t blocks, chunk, chunks;
+// Groups of columns that share a scale.
+struct Groups {
+  int64_t of_w, x_columns, shift = 0;  // of W; columns of a group of x; W has 2^-shift as many
 
-  QuantizedPlan(const Weights& weights, int64_t rows, int64_t most_rows, int64_t largest_x_group, int threads) {
-    for (int64_t i = 0; i < weights.count; i++) {
-      columns += weights.matrices[i].rows;
-      panels += ceil_div(weights.matrices[i].rows, PANEL);
-    }
+  Groups(const Weights& weights, int64_t largest_x_group) {
     const int64_t group = weights.group > 0 ? weights.group : LARGEST_GROUP;
-    groups = ceil_div(weights.depth, group);
-    x_group = min(group, largest_x_group);
-    while (x_group << groups_shift < group) groups_shift++;
-    blocks = ceil_div(rows, most_rows);
-    chunk = max(1, ceil_div(panels * blocks, threads * QUANTIZED_ITEMS_PER_THREAD));
-    chunks = ceil_div(panels, chunk);
+    of_w = ceil_div(weights.depth, group);
+    x_columns = min(group, largest_x_group);
+    while (x_columns << shift < group) shift++;
   }
 };
 
@@ -153,47 +130,40 @@ struct QuantizedLinear {
   using Rows = QuantizedRows<typename Format::Value>;
 
   const X* x;
-  int64_t x_stride, rows;
-  const Weights& weights;
+  int64_t x_stride;
   const X* bias;
   X* out;
-  QuantizedPlan plan;
+  PanelPlan plan;
+  Groups groups;
 
-  static int64_t most_rows(int64_t depth) { return min(Rows::max_rows(depth), MAX_TILES * ROW_TILE); }
+  static int64_t most_rows(int64_t depth) { return min(Rows::max_rows(depth), MAX_ROW_TILES * ROW_TILE); }
 
   // `packed` stays with the thread: a block of x is packed once for all of its chunks.
   void compute(Rows& packed, int64_t item) const {
-    const int64_t block = item / plan.chunks, begin = item % plan.chunks * plan.chunk;
-    const int64_t end = min(plan.panels, begin + plan.chunk);
-    const int64_t first = rows * block / plan.blocks, count = rows * (block + 1) / plan.blocks - first;
+    const Weights& weights = plan.weights;
+    const int64_t block = plan.block_of(item), first = plan.first_row(block);
     if (packed.index != block)
-      packed.template pack<Format>(block, x + first * x_stride, x_stride, count, weights.depth, plan.x_group,
-                                   weights.matrices[0].offsets == nullptr);
-    int64_t before = 0, column = 0;  // panels and output columns of the matrices before this one
-    for (int64_t i = 0; i < weights.count; i++) {
-      const Matrix& matrix = weights.matrices[i];
-      const int64_t own = ceil_div(matrix.rows, PANEL);
-      for (int64_t p = max(0, begin - before); p < min(own, end - before); p++) {
-        const int64_t at = column + p * PANEL;
-        multiply_by_panel(packed, panel_of(weights, matrix, p, Format::STEP_BYTES, plan.groups),
-                          bias == nullptr ? nullptr : bias + at, out + first * plan.columns + at,
-                          min(PANEL, matrix.rows - p * PANEL));
+      packed.template pack<Format>(block, x + first * x_stride, x_stride, plan.first_row(block + 1) - first,
+                                   weights.depth, groups.x_columns, weights.matrices[0].offsets == nullptr);
+    plan.for_runs(item, [&](const PanelRun& run) {
+      for (int64_t p = run.begin; p < run.end; p++) {
+        const int64_t at = run.column + (p - run.begin) * PANEL;
+        multiply_by_panel(packed, panel_of(weights, run.matrix, p, Format::STEP_BYTES, groups.of_w),
+                          bias == nullptr ? nullptr : bias + at, out + first * plan.columns + at, run.columns(p));
       }
-      before += own;
-      column += matrix.rows;
-    }
+    });
   }
 
   // to[i, j] = packed row i times the panel's row j.
   void multiply_by_panel(const Rows& packed, const Panel& panel, const X* panel_bias, X* to, int64_t columns) const {
     constexpr int64_t NEAR = 2048;  // bytes ahead when a single tile passes
     const int64_t tiles = ceil_div(packed.count, ROW_TILE), share = panel.bytes / tiles;
-    const uint8_t* next = panel.steps + (tiles > 1 ? panel.bytes : NEAR);
+    const char* next = reinterpret_cast<const char*>(panel.steps) + (tiles > 1 ? panel.bytes : NEAR);
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t first = packed.count * t / tiles, width = packed.count * (t + 1) / tiles - first;
       Vec sums[ROW_TILE][VECTORS];
-      MULTIPLY_ROWS<Format>[width - 1](packed, first, plan.groups_shift, panel,
-                                       Upcoming{next + share * t, Format::STEP_BYTES / tiles}, sums);
+      MULTIPLY_ROWS<Format>[width - 1](packed, first, groups.shift, panel,
+                                       Fetch{next + share * t, Format::STEP_BYTES / tiles}, sums);
       for (int64_t r = 0; r < width; r++)
         store_panel(sums[r], panel.row_scales, panel_bias, to + (first + r) * plan.columns, columns);
     }
@@ -205,9 +175,13 @@ void multiply_quantized(const void* x, int64_t x_stride, int64_t rows, const Wei
                         void* out, int threads) {
   using Call = QuantizedLinear<X, Format>;
   if (rows == 0) return;
-  const Call call{static_cast<const X*>(x), x_stride, rows, weights, static_cast<const X*>(bias), static_cast<X*>(out),
-                  QuantizedPlan(weights, rows, Call::most_rows(weights.depth), Format::X_GROUP, threads)};
-  parallel_for_with<typename Call::Rows>(call.plan.chunks * call.plan.blocks, threads,
+  const Call call{static_cast<const X*>(x),
+                  x_stride,
+                  static_cast<const X*>(bias),
+                  static_cast<X*>(out),
+                  PanelPlan(weights, rows, Call::most_rows(weights.depth), 1, threads),
+                  Groups(weights, Format::X_GROUP)};
+  parallel_for_with<typename Call::Rows>(call.plan.items(), threads,
                                          [&](auto& packed, int64_t item) { call.compute(packed, item); });
 }
 

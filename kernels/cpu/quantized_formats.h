@@ -1,13 +1,11 @@
 // How integers of W become cells of 32 bits, LANES rows a vector, and meet cells of x.
 #pragma once
 
+#include "panels.h"
 #include "quantized_rows.h"
 #include "vec.h"
 
 namespace {
-
-constexpr int PANEL = 16;  // rows of W that lie interleaved
-constexpr int VECTORS = PANEL / LANES;
 
 typedef int16_t VecPairs __attribute__((vector_size(LANES * 4)));
 typedef uint16_t VecUnsignedPairs __attribute__((vector_size(LANES * 4)));

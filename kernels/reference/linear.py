@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels.linear import LinearWeights
+from kernels.linear import LinearWeights, Part
+from kernels.panels import PanelMatrix, unpacked
 from kernels.quantized import GROUPS, QuantizedMatrix, dequantized
 from kernels.reference.precision import widened
 
@@ -21,9 +22,11 @@ def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
         begin = end
 
 
-def _product(x: torch.Tensor, part: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(x: torch.Tensor, part: Part, bias: torch.Tensor | None) -> torch.Tensor:
     if isinstance(part, QuantizedMatrix):
         return F.linear(rounded(x, part), dequantized(part), None if bias is None else bias.float())
+    if isinstance(part, PanelMatrix):
+        part = unpacked(part)
     if part.dtype == x.dtype:  # torch sums in float32 and rounds once by itself
         return F.linear(x, part, bias)
     wide = widened(x)

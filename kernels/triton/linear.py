@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from kernels.linear import LinearWeights
-from kernels.quantized import MIDDLE, PANEL, QuantizedMatrix
+from kernels.panels import PANEL
+from kernels.quantized import MIDDLE, QuantizedMatrix
 
 _MAX_ROW_BYTES = 128  # of a column of x, for a program: consumer GPUs have 99 KiB of shared memory
 _FEW_ROWS = 16  # a decode step: few columns for a program then, so that there are programs enough to read the weights

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from engine.model_config import read_config
 from engine.shard import WHOLE, Shard
 from engine.weights import ModelWeights, load_weights
-from kernels.linear import LinearWeights
+from kernels.linear import LinearWeights, Part
+from kernels.panels import PanelMatrix, unpacked
 from kernels.quantized import QuantizedMatrix, dequantized
 from tests.engine.tiny_llama import make_checkpoint
 
@@ -27,7 +28,13 @@ def load(folder: Path, quantization: str = "none", shard: Shard = WHOLE) -> Mode
 
 
 def values_of(weights: LinearWeights) -> torch.Tensor:
-    return torch.cat([dequantized(p) if isinstance(p, QuantizedMatrix) else p.float() for p in weights.parts])
+    return torch.cat([_plain(part) for part in weights.parts])
+
+
+def _plain(part: Part) -> torch.Tensor:
+    if isinstance(part, QuantizedMatrix):
+        return dequantized(part)
+    return (unpacked(part) if isinstance(part, PanelMatrix) else part).float()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine import quantized_file
+from engine import packed_file
 from engine.checkpoint import CheckpointError, cache_dir, estimate_memory_bytes, model_info, resolve_model
-from engine.model_config import ModelConfig
 from engine.quantize import half_scales, quantize_int4, quantize_int8
 from engine.shard import Shard
 from kernels.decoder import MlpWeights
@@ -165,9 +165,9 @@ def test_ranks_that_would_cut_a_group_are_refused(tmp_path: Path) -> None:
 def test_the_file_is_made_once_and_mapped_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "m")
     first = load(tmp_path / "m", "int4")
-    files = list((cache_dir().parent / "quantized").glob("*.safetensors"))
+    files = list((cache_dir().parent / "packed").glob("*.safetensors"))
     assert [f.name.rpartition("-")[0].rpartition("-")[2] for f in files] == ["int4"]
-    monkeypatch.setattr(quantized_file, "_make", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(packed_file, "_make", lambda *_: pytest.fail("made again"))
     second = load(tmp_path / "m", "int4")
     assert torch.equal(values_of(first.head), values_of(second.head))
     maps = Path("/proc/self/maps").read_text()
@@ -180,7 +180,7 @@ def test_the_file_is_made_once_and_mapped_by_all(tmp_path: Path, monkeypatch: py
 def test_a_file_that_was_cut_short_is_made_anew(num_bytes: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     whole = values_of(load(tmp_path / "m", "int4").head).clone()
-    (file,) = (cache_dir().parent / "quantized").glob("*.safetensors")
+    (file,) = (cache_dir().parent / "packed").glob("*.safetensors")
     content = file.read_bytes()
     file.write_bytes(content[:num_bytes])
     assert torch.equal(values_of(load(tmp_path / "m", "int4").head), whole)
@@ -191,13 +191,13 @@ def test_two_processes_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Threads stand for processes: the lock belongs to the open file."""
     make_checkpoint(tmp_path / "m")
     made: list[Path] = []
-    make = quantized_file._make
+    make = packed_file._make
 
-    def counted(model_dir: Path, config: ModelConfig, quantization: str, target: Path) -> None:
+    def counted(model_dir: Path, target: Path, write: Callable[[packed_file._Checkpoint, Path], None]) -> None:
         made.append(target)
-        make(model_dir, config, quantization, target)
+        make(model_dir, target, write)
 
-    monkeypatch.setattr(quantized_file, "_make", counted)
+    monkeypatch.setattr(packed_file, "_make", counted)
     threads = [threading.Thread(target=load, args=(tmp_path / "m", "int8")) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -213,10 +213,10 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         file.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(quantized_file, "write_tensors", fail)
-    with pytest.raises(CheckpointError, match=r"cannot write the quantised weights of .*: disk full"):
+    monkeypatch.setattr(packed_file, "write_tensors", fail)
+    with pytest.raises(CheckpointError, match=r"cannot write the packed weights of .*: disk full"):
         load(tmp_path / "m", "int8")
-    assert [f.suffix for f in (cache_dir().parent / "quantized").iterdir()] == [".lock"]
+    assert [f.suffix for f in (cache_dir().parent / "packed").iterdir()] == [".lock"]
 
 
 # --- what others must know
@@ -259,9 +259,7 @@ def test_another_shape_than_the_config_says_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     load(tmp_path / "m", "int8")
     shutil.copytree(tmp_path / "m", tmp_path / "other")
-    file = next((cache_dir().parent / "quantized").glob("*.safetensors"))
+    file = next((cache_dir().parent / "packed").glob("*.safetensors"))
     with pytest.raises(CheckpointError, match=r"packed has shape .*; config\.json calls for \(64, 100\)"):
-        quantized_file.QuantizedFile(file).matrix("model.layers.0.mlp.down_proj", (64, 100))
-    assert (
-        np.prod(quantized_file.QuantizedFile(file).matrix("model.layers.0.mlp.down_proj", (64, 112)).shape) == 64 * 112
-    )
+        packed_file.PackedFile(file).matrix("model.layers.0.mlp.down_proj", (64, 100))
+    assert np.prod(packed_file.PackedFile(file).matrix("model.layers.0.mlp.down_proj", (64, 112)).shape) == 64 * 112

@@ -22,8 +22,8 @@ def load(folder: Path, dtype: str = "float32") -> ModelWeights:
 
 def convert(folder: Path, dtype: str, only: str = "") -> None:
     """Rewrites the tensors whose names contain `only`."""
-    file = folder / "model.safetensors"
-    save_file({n: t.to(TORCH_DTYPES[dtype]) if only in n else t for n, t in load_file(file).items()}, file)
+    for file in folder.glob("*.safetensors"):
+        save_file({n: t.to(TORCH_DTYPES[dtype]) if only in n else t for n, t in load_file(file).items()}, file)
 
 
 def num_mappings(folder: Path) -> int:

@@ -24,8 +24,8 @@ def test_cpu_tensors_go_to_the_compiled_kernels_where_they_have_the_dtype(dtype:
 
 
 def test_other_devices() -> None:
-    assert dispatch._default("cuda", torch.float16) == "triton"
-    assert dispatch._default("mps", torch.float32) == "reference"
+    assert dispatch.default_backend("cuda", torch.float16) == "triton"
+    assert dispatch.default_backend("mps", torch.float32) == "reference"
 
 
 def test_an_unknown_backend_is_named() -> None:

@@ -173,7 +173,7 @@ def test_wrong_arguments_are_named() -> None:
         LinearWeights(())
     with pytest.raises(ValueError, match=r"parts\[1\] has shape \(5, 7\), expected \(\*, 8\)"):
         LinearWeights((weights.tensors[0], torch.zeros(5, 7, dtype=BFLOAT16)))
-    with pytest.raises(TypeError, match=r"parts\[1\] has dtype torch.float32, expected torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"parts\[1\] is plain torch.float32, expected plain torch.bfloat16"):
         LinearWeights((weights.tensors[0], torch.zeros(5, 8)))
     with pytest.raises(ValueError, match="stride 5 in its last dimension"):
         LinearWeights((torch.zeros(8, 5).T,))

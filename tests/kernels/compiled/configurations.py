@@ -25,7 +25,8 @@ from kernels import (
     sampling,
 )
 from kernels.kv_cache import QUANTISED_DTYPES, PagedKV
-from kernels.quantized import PANEL, STEP, QuantizedMatrix
+from kernels.panels import PANEL
+from kernels.quantized import STEP, QuantizedMatrix
 from tests.kernels.compiled.targets import TARGETS
 
 BLOCK_SIZE = 16

@@ -1,0 +1,213 @@
+"""Linears in the order in which they are multiplied, made once and mapped by all pods of a host.
+
+    <XDG_CACHE_HOME or ~/.cache>/pdserve/packed/<model>-<weights revision>-<kind>-<version>.safetensors
+
+For a quantised linear `x`: x.packed, x.row_scales, x.scales and x.offsets, as kernels/quantized.py has them; in panels
+x.packed alone, as kernels/panels.py has it. A file appears whole or not at all: it is written under another
+name, under a lock, and renamed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from engine.checkpoint import cache_dir, locked, model_name, weights_revision
+from engine.config_fields import CheckpointError
+from engine.model_config import ModelConfig
+from engine.quantization import QUANTIZER_VERSION, StoredQuantization
+from engine.quantize import quantize_int4, quantize_int8
+from engine.safetensors_file import read_header, shard_files, write_tensors
+from engine.stored_quantization import read_stored, stored_names
+from kernels.checks import check_shape
+from kernels.panels import PanelMatrix, pack, panel_shape
+from kernels.quantized import QuantizedMatrix
+
+HEAD = "lm_head"
+_EMBEDDING = "model.embed_tokens.weight"
+_DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16", torch.float32: "F32"}
+_FIELDS = ("packed", "row_scales", "scales", "offsets")
+_PANELS_VERSION = 1  # raise it when panels would lie in another order
+
+_log = logging.getLogger(__name__)
+
+
+def packed_file(model_dir: Path, config: ModelConfig, quantization: str, in_panels: bool) -> Path | None:
+    """The file with `model_dir`'s linears that are quantised, else in panels if they are wanted so; None: it has none.
+
+    It is made now when it is not there. `quantization` has been checked against `config`. Raises CheckpointError when
+    quantised weights cannot be written; panels can be made in memory as well, by each pod for itself.
+    """
+    method = config.quantization.method if config.quantization else quantization
+    if method != "none":
+        return _made(model_dir, f"{method}-{QUANTIZER_VERSION}", partial(_write_quantised, config, quantization))
+    if not in_panels or not _Checkpoint(model_dir).bfloat16_matrices(config.tie_word_embeddings):
+        return None
+    try:
+        return _made(model_dir, f"panels-{_PANELS_VERSION}", partial(_write_panels, config.tie_word_embeddings))
+    except CheckpointError as error:
+        _log.warning("%s. Each pod keeps its own copy in memory instead.", error)
+        return None
+
+
+def _made(model_dir: Path, kind: str, write: Callable[[_Checkpoint, Path], None]) -> Path:
+    """The file of `kind`, written by `write` unless it is there. Raises CheckpointError."""
+    key = f"{model_name(model_dir)}-{weights_revision(model_dir)}-{kind}"
+    target = cache_dir().parent / "packed" / f"{key}.safetensors"
+    try:
+        if not _is_whole(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with locked(target.with_name(f".{key}.lock")):
+                if not _is_whole(target):  # another process may have made it while we waited
+                    _make(model_dir, target, write)
+    except OSError as error:
+        raise CheckpointError(f"cannot write the packed weights of {model_dir} to {target}: {error}") from error
+    return target
+
+
+def _make(model_dir: Path, target: Path, write: Callable[[_Checkpoint, Path], None]) -> None:
+    unfinished = target.with_name(f".{target.name}.partial")
+    try:
+        write(_Checkpoint(model_dir), unfinished)
+        unfinished.rename(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _is_whole(file: Path) -> bool:
+    """A file that was cut short later is none: it is made anew."""
+    try:
+        read_header(file)
+    except (FileNotFoundError, CheckpointError):
+        return False
+    return True
+
+
+class PackedFile:
+    """The linears of a mapped file, by name without suffix."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._entries = read_header(file)
+        self._opened: Any = safe_open(file, framework="pt")
+
+    def __contains__(self, name: str) -> bool:
+        return f"{name}.packed" in self._entries
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> QuantizedMatrix | PanelMatrix:
+        """Views of the file. Raises CheckpointError when it is not of `shape`."""
+        tensors = {
+            field: self._opened.get_tensor(f"{name}.{field}") for field in _FIELDS if f"{name}.{field}" in self._entries
+        }
+        try:
+            if "row_scales" in tensors:
+                return QuantizedMatrix(*shape, **tensors)
+            check_shape("packed", tensors["packed"], panel_shape(shape))
+            return PanelMatrix(shape[0], tensors["packed"])
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self._file}: {name}: {error}; config.json calls for {shape}") from None
+
+
+def _write_panels(tied: bool, source: _Checkpoint, target: Path) -> None:
+    """One matrix after the other, however large the model is."""
+    matrices = source.bfloat16_matrices(tied)
+    layout = {f"{name}.packed": ("BF16", panel_shape(source.shape(of))) for name, of in matrices.items()}
+    bits = ((f"{name}.packed", _bits(pack(source.tensor(of)))) for name, of in matrices.items())
+    write_tensors(target, layout, bits, lambda _done, _of: None)
+
+
+def _bits(matrix: PanelMatrix) -> NDArray[np.uint16]:
+    bits: NDArray[np.uint16] = matrix.packed.view(torch.int16).numpy().view(np.uint16)
+    return bits
+
+
+def _write_quantised(config: ModelConfig, quantization: str, source: _Checkpoint, target: Path) -> None:
+    stored = config.quantization
+    linears = _stored(source, stored) if stored else _rounded(source, quantization, config.tie_word_embeddings)
+    tensors = {f"{name}.{field}": t for name, matrix in linears for field, t in _fields_of(matrix)}
+    order = sorted(tensors, key=lambda name: not name.endswith(".packed"))  # their sizes keep cache lines whole
+    layout = {name: (_DTYPES[tensors[name].dtype], tuple(tensors[name].shape)) for name in order}
+    write_tensors(target, layout, ((name, _array(tensors[name])) for name in order), lambda _done, _of: None)
+
+
+def _rounded(source: _Checkpoint, quantization: str, tied: bool) -> Iterator[tuple[str, QuantizedMatrix]]:
+    """Linears of the layers in `quantization`, the head in 8 bits: it is the most sensitive, and large in small models.
+
+    An expert layer's router keeps its precision.
+    """
+    quantize = quantize_int8 if quantization == "int8" else quantize_int4
+    names = [n for n in source.matrices() if n.startswith("model.layers.") and not n.endswith(".gate.weight")]
+    work = {name.removesuffix(".weight"): partial(quantize, source.tensor(name)) for name in names}
+    work[HEAD] = partial(quantize_int8, source.tensor(_EMBEDDING if tied else f"{HEAD}.weight"))
+    return _each(work)
+
+
+def _stored(source: _Checkpoint, stored: StoredQuantization) -> Iterator[tuple[str, QuantizedMatrix]]:
+    names = stored_names(source.names, stored)
+    return _each({name: partial(read_stored, name, source.tensor, source.names, stored) for name in names})
+
+
+def _each(work: Mapping[str, Callable[[], QuantizedMatrix]]) -> Iterator[tuple[str, QuantizedMatrix]]:
+    """A matrix a thread, rather than torch's threads on each of many short operations."""
+    with ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from zip(work, pool.map(lambda make: make(), work.values()), strict=True)
+
+
+def _fields_of(matrix: QuantizedMatrix) -> Iterator[tuple[str, torch.Tensor]]:
+    for field in _FIELDS:
+        if (tensor := getattr(matrix, field)) is not None:
+            yield field, tensor
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any]:
+    array: NDArray[np.generic] = tensor.numpy()
+    return array
+
+
+class _Checkpoint:
+    """All tensors of a directory's shards, by name."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._opened: dict[Path, Any] = {}
+        self.names = {name: (shard, e) for shard in shard_files(model_dir) for name, e in read_header(shard).items()}
+
+    def matrices(self) -> list[str]:
+        """Names of floating-point matrices."""
+        return [
+            name
+            for name, (_, e) in self.names.items()
+            if name.endswith(".weight") and len(e.shape) == 2 and e.dtype in ("F32", "F16", "BF16")
+        ]
+
+    def bfloat16_matrices(self, tied: bool) -> dict[str, str]:
+        """Linears of layers and head that are stored in bfloat16, and the tensor that each is."""
+        found = {n.removesuffix(".weight"): n for n in self.matrices() if n.startswith("model.layers.")}
+        found[HEAD] = _EMBEDDING if tied else f"{HEAD}.weight"
+        return {name: of for name, of in found.items() if of in self.names and self.names[of][1].dtype == "BF16"}
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Of a matrix."""
+        rows, columns = self.names[name][1].shape
+        return rows, columns
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view of the mapped file. Raises CheckpointError when it is missing."""
+        if name not in self.names:
+            raise CheckpointError(
+                f"{self._model_dir}: {name} is missing, though the checkpoint's other tensors call for it"
+            )
+        shard, _ = self.names[name]
+        if shard not in self._opened:
+            self._opened[shard] = safe_open(shard, framework="pt")
+        tensor: torch.Tensor = self._opened[shard].get_tensor(name)
+        return tensor

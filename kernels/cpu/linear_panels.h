@@ -1,0 +1,204 @@
+// Linear layers over bfloat16 or float32 weights in panels (kernels/panels.py has their order in memory).
+//
+// Lanes are rows of W, and columns are added one after the other, in whatever tile a row of x is: its result depends on
+// neither the rows beside it nor the thread, and W, which streams through once, needs no sums across lanes.
+#pragma once
+
+#include "ops.h"
+#include "panels.h"
+#include "parallel.h"
+#include "vec.h"
+
+namespace {
+
+// Most rows of x whose sums over a panel share the registers: one more than tiles mostly have, for what is left over.
+constexpr int TILE = LANES == 4 ? 3 : 5;
+constexpr int MAX_TILE = TILE + 1;
+constexpr int MAX_TILES = 12;  // of a block of x
+constexpr int MAX_AT_ONCE = 4;
+constexpr int64_t MAX_DEPTH = 32768;      // library.py sends larger ones to the reference
+constexpr int64_t NEAR_FLOATS = 1 << 16;  // of a block of x: half of a small second-level cache
+constexpr int64_t MAX_DEPTH_BLOCK = 576;  // columns of one pass: a panel and a tile's x fit a first-level cache
+constexpr int UNROLL = 4;                 // columns of a step: whole cache lines of a panel
+
+// Panels that a tile multiplies at once: what hides the latency of a multiply-add and, beside a single row, what memory
+// is read fastest in (three places at once rather than one: 20 GB/s instead of 16 on a Zen 3 core).
+constexpr int at_once(int64_t rows) {
+  if (LANES == 4) return 1;
+  if (LANES == 16) return rows == 1 ? 4 : 2;
+  return rows == 1 ? 3 : rows == 2 ? 2 : 1;
+}
+
+// One column of a panel. Of bfloat16, 32 bits hold rows i and i + PANEL / 2.
+inline void load_column(const bf16* p, Vec (&column)[VECTORS]) {
+  if constexpr (VECTORS == 1) {
+    column[0] = load(p);
+  } else {
+    for (int v = 0; v < VECTORS / 2; v++) {
+      VecUint pairs;
+      __builtin_memcpy(&pairs, p + v * 2 * LANES, sizeof pairs);
+      column[v] = (Vec)(pairs << 16);
+      column[v + VECTORS / 2] = (Vec)(pairs & 0xffff0000);
+    }
+  }
+}
+inline void load_column(const float* p, Vec (&column)[VECTORS]) {
+  for (int v = 0; v < VECTORS; v++) column[v] = load(p + v * LANES);
+}
+
+// Sums as load_column orders them -> as rows of W follow each other.
+template <class W>
+inline Vec in_order(Vec sums) {
+  if constexpr (VECTORS > 1 || sizeof(W) > sizeof(bf16)) return sums;
+  return pick(sums, sums, [](int i) { return i < LANES / 2 ? 2 * i : 2 * i + 1 - LANES; });
+}
+
+// What one product of a tile needs.
+template <class W>
+struct Factors {
+  const float* x;
+  int64_t x_stride;
+  const W* w;
+  int64_t panel_stride;
+};
+
+// sums[r][p][i] += x row r times row i of panel p, over `steps` of STEP columns each.
+template <int STEP, int ROWS, int PANELS, class W>
+inline void multiply_columns(Factors<W> factors, int64_t steps, Fetch& fetch, float* sums) {
+  Vec acc[ROWS][PANELS][VECTORS];
+  const float* rows[ROWS];
+  for (int r = 0; r < ROWS; r++) {
+    rows[r] = factors.x + r * factors.x_stride;
+    for (int p = 0; p < PANELS; p++)
+      for (int v = 0; v < VECTORS; v++) acc[r][p][v] = load(sums + (r * PANELS + p) * PANEL + v * LANES);
+  }
+  constexpr int STEP_BYTES = STEP * PANEL * sizeof(W);
+  const W* w = factors.w;
+  for (int64_t k = 0; k < steps * STEP; k += STEP, w += STEP * PANEL) {
+    for (int p = 1; p < PANELS; p++) fetch.touch<STEP_BYTES>(p * factors.panel_stride * sizeof(W));
+    fetch.advance<STEP_BYTES>();
+    for (int i = 0; i < STEP; i++)
+      for (int p = 0; p < PANELS; p++) {
+        Vec column[VECTORS];
+        load_column(w + p * factors.panel_stride + i * PANEL, column);
+        for (int v = 0; v < VECTORS; v++) KEEP_IN_REGISTER(column[v]);  // else each use loads it again
+        for (int r = 0; r < ROWS; r++) {
+          Vec element = fill(rows[r][k + i]);
+          KEEP_IN_REGISTER(element);
+          for (int v = 0; v < VECTORS; v++) acc[r][p][v] += column[v] * element;
+        }
+      }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int p = 0; p < PANELS; p++)
+      for (int v = 0; v < VECTORS; v++) store(sums + (r * PANELS + p) * PANEL + v * LANES, acc[r][p][v]);
+}
+
+template <class W, int ROWS, int PANELS>
+void multiply_tile(Factors<W> factors, int64_t columns, bool add, Fetch fetch, float* sums) {
+  if (!add) __builtin_memset(sums, 0, ROWS * PANELS * PANEL * sizeof(float));
+  const int64_t steps = columns / UNROLL, rest = columns % UNROLL;
+  multiply_columns<UNROLL, ROWS, PANELS>(factors, steps, fetch, sums);
+  if (rest == 0) return;
+  factors.x += steps * UNROLL, factors.w += steps * UNROLL * PANEL;
+  multiply_columns<1, ROWS, PANELS>(factors, rest, fetch, sums);
+}
+
+template <class W>
+using MultiplyTile = decltype(&multiply_tile<W, 1, 1>);
+template <class W>
+constexpr MultiplyTile<W> MULTIPLY_ONE[] = {multiply_tile<W, 1, 1>, multiply_tile<W, 2, 1>, multiply_tile<W, 3, 1>,
+                                            multiply_tile<W, 4, 1>, multiply_tile<W, 5, 1>, multiply_tile<W, 6, 1>};
+template <class W>
+constexpr MultiplyTile<W> MULTIPLY_SEVERAL[] = {
+    multiply_tile<W, 1, at_once(1)>, multiply_tile<W, 2, at_once(2)>, multiply_tile<W, 3, at_once(3)>,
+    multiply_tile<W, 4, at_once(4)>, multiply_tile<W, 5, at_once(5)>, multiply_tile<W, 6, at_once(6)>};
+
+// A block of rows of x as float32, against any panels. A thread keeps it while it multiplies.
+template <class X, class W>
+struct PanelBlock {
+  int64_t index = -1;  // which rows of x these are
+  int64_t rows, depth, tiles, stride;
+  const float* x;
+  alignas(64) float widened[TILE * MAX_DEPTH];
+  alignas(64) float sums[(MAX_TILES * TILE) * MAX_AT_ONCE * PANEL];
+
+  PanelBlock() {}  // leaves its memory as it is
+
+  static int64_t max_rows(int64_t depth) { return max(1, min(MAX_TILES, NEAR_FLOATS / (depth * TILE))) * TILE; }
+
+  void take(int64_t which, const X* from, int64_t from_stride, int64_t count, int64_t columns) {
+    index = which, rows = count, depth = columns, tiles = max(1, ceil_div(count - 1, TILE));
+    if constexpr (sizeof(X) == sizeof(float)) {
+      x = from, stride = from_stride;
+    } else {
+      x = widened, stride = columns;
+      for (int64_t r = 0; r < count; r++)
+        for_vectors(columns, [&](int64_t i, int64_t n) {
+          store_some(widened + r * stride + i, load_some(from + r * from_stride + i, n), n);
+        });
+    }
+  }
+
+  int64_t tile_begin(int64_t t) const { return rows * t / tiles; }
+
+  // out[i, j] = x row i times row j of the run's panels.
+  void multiply(const PanelRun& run, const X* bias, X* out, int64_t out_stride) {
+    const int64_t several = at_once(ceil_div(rows, tiles)), panel_stride = run.matrix.stride;
+    for (int64_t p = run.begin, count; p < run.end; p += count) {
+      count = run.end - p < several ? 1 : several;
+      add_up(static_cast<const W*>(run.matrix.data) + p * panel_stride, panel_stride, count);
+      for (int64_t q = 0; q < count; q++) {
+        const int64_t before = (p + q - run.begin) * PANEL;
+        finish(q, count, run.columns(p + q), bias == nullptr ? nullptr : bias + before, out + before, out_stride);
+      }
+    }
+  }
+
+  // sums[i][p][j] = x row i times row j of the p-th of `count` panels.
+  void add_up(const W* w, int64_t panel_stride, int64_t count) {
+    constexpr int64_t NEAR = 1024, COLUMN_BYTES = PANEL * sizeof(W);  // NEAR: bytes ahead when a single tile passes
+    const char* next = reinterpret_cast<const char*>(tiles > 1 ? w + count * panel_stride : w) + (tiles > 1 ? 0 : NEAR);
+    for (int64_t k = 0; k < depth; k += MAX_DEPTH_BLOCK) {
+      const int64_t columns = min(MAX_DEPTH_BLOCK, depth - k);
+      for (int64_t t = 0; t < tiles; t++) {
+        const int64_t first = tile_begin(t), width = tile_begin(t + 1) - first;
+        const Fetch fetch{next + (k + columns * t / tiles) * COLUMN_BYTES, UNROLL * COLUMN_BYTES / tiles};
+        (count == 1 ? MULTIPLY_ONE<W> : MULTIPLY_SEVERAL<W>)[width - 1](
+            {x + first * stride + k, stride, w + k * PANEL, panel_stride}, columns, k > 0, fetch,
+            sums + first * count * PANEL);
+      }
+    }
+  }
+
+  // Panel q of `count` that were multiplied together, of whose rows `columns` exist.
+  void finish(int64_t q, int64_t count, int64_t columns, const X* bias, X* out, int64_t out_stride) const {
+    for (int64_t j = 0; j < columns; j += LANES) {
+      const int64_t n = min(LANES, columns - j);
+      const Vec shift = bias == nullptr ? Vec{} : load_some(bias + j, n);
+      for (int64_t r = 0; r < rows; r++) {
+        const Vec totals = in_order<W>(load(sums + (r * count + q) * PANEL + j));
+        store_some(out + r * out_stride + j, bias == nullptr ? totals : totals + shift, n);
+      }
+    }
+  }
+};
+
+template <class X, class W>
+void multiply_panels(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias, void* out,
+                     int threads) {
+  using Block = PanelBlock<X, W>;
+  if (rows == 0) return;
+  const PanelPlan plan(weights, rows, Block::max_rows(weights.depth), rows <= MAX_TILE ? at_once(rows) : 1, threads);
+  parallel_for_with<Block>(plan.items(), threads, [&](auto& block, int64_t item) {
+    const int64_t b = plan.block_of(item), first = plan.first_row(b);
+    if (block.index != b)
+      block.take(b, static_cast<const X*>(x) + first * x_stride, x_stride, plan.first_row(b + 1) - first, weights.depth);
+    plan.for_runs(item, [&](const PanelRun& run) {
+      block.multiply(run, bias == nullptr ? nullptr : static_cast<const X*>(bias) + run.column,
+                     static_cast<X*>(out) + first * plan.columns + run.column, plan.columns);
+    });
+  });
+}
+
+}  // namespace
