@@ -128,13 +128,14 @@ def estimate_memory_bytes(model_dir: Path, dtype: str, num_processes: int = 1, q
     """Memory of one pod without its KV cache: weights, rotary tables and the processes themselves.
 
     Weights that the file has in bfloat16 stay so whatever `dtype` is, and are the same memory in all pods of a host;
-    so are quantised ones.
+    so are quantised ones. A head that is quantised or in panels is no longer the embedding's memory.
     """
     config = read_config(model_dir)
     entries = {name: e for shard in shard_files(model_dir) for name, e in read_header(shard).items()}
     weight_bytes = sum(_bytes_in_memory(name, e, dtype, quantization) for name, e in entries.items())
-    if quantization in BYTES_PER_WEIGHT and config.tie_word_embeddings:
-        weight_bytes += config.vocab_size * config.hidden_size  # the head, in 8 bits
+    if config.tie_word_embeddings:
+        head_bytes = 1 if quantization in BYTES_PER_WEIGHT else DTYPES[dtype]
+        weight_bytes += config.vocab_size * config.hidden_size * head_bytes
     num_tables = len({layer.rope for layer in config.layers})
     rotary_bytes = num_tables * 4 * config.max_model_len * config.head_dim
     return int(weight_bytes) + num_processes * (rotary_bytes + PROCESS_BYTES)
