@@ -215,7 +215,7 @@ class EngineCore:
         return EngineLoad(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
-            num_waiting_tokens=sum(seq.num_tokens - seq.num_computed for seq in prefilling),
+            num_waiting_tokens=sum(seq.num_missing for seq in prefilling),
             num_free_blocks=self._blocks.num_free,
             num_blocks=self._config.num_blocks,
             num_held=len(scheduler.held),

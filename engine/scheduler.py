@@ -14,6 +14,10 @@ Sarathi-Serve, https://arxiv.org/abs/2403.02310):
    that anybody waits for.
 2. The rest of the token budget goes to prefills in (priority, arrival) order, running or waiting. The first waiting
    sequence that cannot be admitted keeps all later ones waiting, so that a large one is not passed for ever.
+3. A prompt that the rest cannot finish takes all of it, but for at most half: there later ones of its priority pass it,
+   in order, if that finishes them. So no prompt gets less than half of what it would get alone; and one that half a
+   budget finishes waits for no more steps than there are prompts before it, however long those are, because a step
+   that does not finish it finishes one of those. What waits for blocks in vain is still passed by nobody: rule 2.
 
 When a decoding sequence needs a block and none is free, the running sequence that is last in that order is preempted,
 which may be the one that asked: it gives up its blocks, keeps its tokens and computes them again later. The first in
@@ -32,6 +36,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -48,6 +53,7 @@ class _Step:
     """A batch in the making."""
 
     budget: int  # tokens left
+    is_blocked: bool = False  # a waiting sequence found no room: later ones keep waiting
     sequences: list[ScheduledSequence] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
 
@@ -222,14 +228,39 @@ class Scheduler:
 
     def _schedule_prefills(self, step: _Step) -> None:
         prefilling = sorted((s for s in self.running.values() if not s.is_decoding), key=_sort_key)
-        is_blocked = False
-        for seq in heapq.merge(prefilling, self.waiting, key=_sort_key):
+        in_order = heapq.merge(prefilling, self.waiting, key=_sort_key)
+        for seq in in_order:
             if step.budget == 0:
                 return
-            if seq.state is SequenceState.WAITING:
-                is_blocked = is_blocked or not self._admit(seq)
-            if seq.state is SequenceState.RUNNING:
+            if self._is_admitted(seq, step):
+                if seq.num_missing > step.budget:
+                    self._let_pass(seq, in_order, step)
                 self._take(seq, step)
+
+    def _let_pass(self, long: Sequence, later: Iterator[Sequence], step: _Step) -> None:
+        """Gives those of `later` that fit whole up to half of what is left before `long` takes the rest."""
+        share = step.budget // 2
+        for seq in later:
+            if share == 0 or seq.spec.priority != long.spec.priority:
+                return
+            if self._num_to_compute(seq) > share or not self._is_admitted(seq, step):
+                continue
+            if seq.num_missing <= share:  # a cached block that there was no room to copy is computed again
+                share -= seq.num_missing
+                self._take(seq, step)
+
+    def _is_admitted(self, seq: Sequence, step: _Step) -> bool:
+        """Whether `seq` runs, if need be from now on."""
+        if seq.state is SequenceState.WAITING:
+            step.is_blocked = step.is_blocked or not self._admit(seq)
+        return seq.state is SequenceState.RUNNING
+
+    def _num_to_compute(self, seq: Sequence) -> int:
+        """`seq.num_missing`, of a waiting sequence once it is admitted, as far as can be told before."""
+        if seq.state is SequenceState.RUNNING:
+            return seq.num_missing
+        num_matched = len(self._blocks.match(self._hashes(seq, seq.num_tokens))) * self._blocks.block_size
+        return max(1, seq.num_tokens - num_matched)
 
     def _take(self, seq: Sequence, step: _Step, draft_ids: tuple[int, ...] = ()) -> None:
         """Puts as many of `seq`'s tokens into the step as the budget allows, and its drafts, which fit."""

@@ -108,6 +108,11 @@ class Sequence:
         return len(self.token_ids) - len(self.spec.prompt_ids)
 
     @property
+    def num_missing(self) -> int:
+        """Tokens that have no KV yet."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
     def is_decoding(self) -> bool:
         """Only the newest token lacks KV."""
         return self.num_computed == len(self.token_ids) - 1

@@ -18,9 +18,9 @@ class Driver:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(self.blocks, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
 
-    def add(self, sequence_id: str, num_tokens: int, *, priority: int = 0, start: int = 0) -> None:
+    def add(self, sequence_id: str, num_tokens: int, *, priority: int = 0, start: int = 0, hold: bool = False) -> None:
         """Prompts of different `start` share no prefix."""
-        self.scheduler.add(spec(sequence_id, range(start, start + num_tokens), priority=priority))
+        self.scheduler.add(spec(sequence_id, range(start, start + num_tokens), priority=priority), hold=hold)
 
     def step(self) -> dict[str, tuple[int, int]]:
         """The tokens computed, as {sequence: (start, end)}."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.batch import Batch
+from engine.batch import Batch, ScheduledSequence
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceSpec
@@ -80,16 +80,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         return sum(seq.num_preemptions for seq in everyone)
 
     def check_order(self, batch: Batch, decoding: set[str]) -> None:
-        """Every decode that was not preempted is in, first and in order; prefills follow in order."""
+        """Every decode that was not preempted is in, first and in order; prefills follow."""
         running = self.scheduler.running
         names = [s.sequence_id for s in batch.sequences]
         assert len(names) == len(set(names))
         decodes = [name for name in names if name in decoding]
         assert names[: len(decodes)] == decodes
-        for group in (decodes, names[len(decodes) :]):
-            assert group == sorted(group, key=lambda name: running[name].sort_key)
+        assert decodes == sorted(decodes, key=lambda name: running[name].sort_key)
+        self.check_prefills(batch.sequences[len(decodes) :])
         passed_over = [name for name in running if name in decoding and name not in names]
         assert not passed_over, f"decodes {passed_over} got nothing"
+
+    def check_prefills(self, prefills: tuple[ScheduledSequence, ...]) -> None:
+        """In order, but that before the one that is not finished others of its priority may go, in half its budget."""
+        keys = [self.scheduler.running[s.sequence_id].sort_key for s in prefills]
+        finished = [key for key, s in zip(keys, prefills, strict=True) if s.sample]
+        assert finished == sorted(finished)
+        if len(finished) == len(prefills):
+            return
+        *others, unfinished = keys
+        assert others == finished
+        passing = [s for key, s in zip(keys, prefills, strict=True) if key > unfinished]
+        assert {key[0] for key in finished if key > unfinished} <= {unfinished[0]}
+        assert sum(len(s.token_ids) for s in passing) <= len(prefills[-1].token_ids)
 
     def compute(self, seq: Sequence, start: int, end: int) -> None:
         assert start == seq.num_computed
