@@ -5,39 +5,13 @@
 // whole, padded with zeros, and columns are added up in one order: a row of x gets the same bits whatever surrounds it.
 #pragma once
 
+#include "amx_tiles.h"
 #include "ops.h"
 #include "vec.h"
 
 #ifdef HAVE_AMX
 
 namespace {
-
-constexpr int TILE_ROWS = 16;
-constexpr int TILE_COLUMNS = 32;  // bfloat16 ones; 16 of float32
-constexpr int TILE_BYTES = 64;    // of a row
-static_assert(LANES == TILE_ROWS, "sums are transposed in vectors");
-
-// Instructions with tile registers: assembly, because GCC's intrinsics do not say that they read memory.
-template <int TILE>
-inline void load_tile(const void* from, int64_t row_bytes) {
-  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"n"(TILE), "r"(from), "r"(row_bytes) : "memory");
-}
-
-template <int TILE>
-inline void store_tile(void* to) {
-  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"n"(TILE), "r"(to), "r"(int64_t{TILE_BYTES}) : "memory");
-}
-
-template <int TILE>
-inline void zero_tile() {
-  asm volatile("tilezero %%tmm%c0" ::"n"(TILE));
-}
-
-// SUMS += W X
-template <int SUMS, int W, int X>
-inline void multiply_tiles() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"n"(SUMS), "n"(W), "n"(X));
-}
 
 // Rows of W that one tile covers, which may be fewer than it has.
 struct WeightRows {
@@ -58,24 +32,14 @@ struct WeightRows {
   WeightRows next() const { return {data + TILE_ROWS * stride, stride, rows - TILE_ROWS}; }
 };
 
-// Rows of x, packed, against any rows of W. Holds the tile registers of its thread.
+// Rows of x, packed, against any rows of W.
 class AmxBlock {
  public:
   static constexpr int64_t WEIGHT_ROWS = 2 * TILE_ROWS;              // that are multiplied at once
   static constexpr int64_t MAX_PACKED = int64_t{TILE_ROWS} * 32768;  // elements: a tile's rows of the greatest depth
   int64_t index = -1;                                                // which rows of x are packed
 
-  AmxBlock() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } shapes;
-    for (int t = 0; t < 8; t++) shapes.row_bytes[t] = TILE_BYTES, shapes.rows[t] = TILE_ROWS;
-    asm volatile("ldtilecfg %0" ::"m"(shapes));
-  }
-  ~AmxBlock() { asm volatile("tilerelease"); }
-  AmxBlock(const AmxBlock&) = delete;
+  AmxBlock() {}  // leaves its memory as it is
 
   // Most rows that fit `packed`; half of them fill a second-level cache.
   static int64_t max_rows(int64_t depth) {
@@ -86,8 +50,9 @@ class AmxBlock {
     index = which, rows = count, depth = columns;
     for (int64_t first = 0; first < rows; first += TILE_ROWS)
       for (int64_t k = 0; k < depth; k += TILE_COLUMNS)
-        pack_tile(x + first * stride + k, stride, min(TILE_ROWS, rows - first), min(TILE_COLUMNS, depth - k),
-                  x_tile(first) + k * TILE_ROWS);
+        pack_tile(x_tile(first) + k * TILE_ROWS, [&](int i) {
+          return first + i < rows ? load_pairs_of(x + (first + i) * stride + k, depth - k) : Vec{};
+        });
   }
 
   // All rows of one weight matrix that fall into output columns [begin, end); its own columns start at `offset`.
@@ -104,22 +69,12 @@ class AmxBlock {
  private:
   static constexpr int64_t MAX_X_TILES = 8;
 
+  TileRegisters registers;
   int64_t rows, depth;
   alignas(64) bf16 packed[MAX_PACKED];  // tile after tile: [pairs of columns, TILE_ROWS, 2]
 
   bf16* x_tile(int64_t first) { return packed + first * round_up(depth, TILE_COLUMNS); }
   const bf16* x_tile(int64_t first) const { return packed + first * round_up(depth, TILE_COLUMNS); }
-
-  static void pack_tile(const bf16* x, int64_t stride, int64_t count, int64_t columns, bf16* to) {
-    Vec pairs[LANES];
-    for (int r = 0; r < TILE_ROWS; r++) {
-      bf16 row[TILE_COLUMNS] = {};
-      if (r < count) __builtin_memcpy(row, x + r * stride, columns * sizeof(bf16));
-      __builtin_memcpy(&pairs[r], row, sizeof row);
-    }
-    transpose(pairs);
-    __builtin_memcpy(to, pairs, sizeof pairs);
-  }
 
   void multiply(const WeightRows& w, const bf16* bias, bf16* out, int64_t out_stride) const {
     for (int64_t first = 0; first < rows; first += 2 * TILE_ROWS) {
@@ -156,10 +111,10 @@ class AmxBlock {
         if constexpr (TWO_X) multiply_tiles<3, 5, 7>();
       }
     }
-    store_tile<0>(sums[0]);
-    if constexpr (TWO_X) store_tile<1>(sums[1]);
-    if constexpr (TWO_W) store_tile<2>(sums[2]);
-    if constexpr (TWO_W && TWO_X) store_tile<3>(sums[3]);
+    store_tile<0>(sums[0], TILE_BYTES);
+    if constexpr (TWO_X) store_tile<1>(sums[1], TILE_BYTES);
+    if constexpr (TWO_W) store_tile<2>(sums[2], TILE_BYTES);
+    if constexpr (TWO_W && TWO_X) store_tile<3>(sums[3], TILE_BYTES);
   }
 
   // A tile of sums, [rows of W, rows of x], to its place in out.

@@ -26,7 +26,9 @@ def runnable_isas() -> tuple[str, ...]:
     return _ISAS[: _ISAS.index(library.library().isa) + 1]
 
 
-every_backend = pytest.mark.parametrize("implementation", ["reference", *(f"cpu {isa}" for isa in runnable_isas())])
+_CPUS = [f"cpu {isa}" for isa in runnable_isas()]
+every_cpu = pytest.mark.parametrize("implementation", _CPUS)
+every_backend = pytest.mark.parametrize("implementation", ["reference", *_CPUS])
 
 
 @functools.cache

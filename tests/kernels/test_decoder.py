@@ -26,9 +26,7 @@ from kernels.decoder import (
 from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
 from kernels.linear import LinearWeights
-from tests.kernels.backends import runnable_isas, using
-
-every_cpu = pytest.mark.parametrize("implementation", [f"cpu {isa}" for isa in runnable_isas()])
+from tests.kernels.backends import every_cpu, using
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 NUM_BLOCKS, BLOCK_SIZE, NUM_POSITIONS, VOCAB = 40, 4, 64, 30

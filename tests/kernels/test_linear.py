@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from kernels.cpu import linear as cpu_linear
 from kernels.cpu.library import MAX_DEPTH
 from kernels.linear import LinearWeights, linear
-from tests.kernels.backends import every_backend, runnable_isas, using
+from tests.kernels.backends import every_backend, every_cpu, using
 from tests.kernels.cases import TOLERANCE, Array, float64
-
-every_cpu = pytest.mark.parametrize("implementation", [f"cpu {isa}" for isa in runnable_isas()])
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 
 from kernels.paged_prefill import paged_prefill
-from tests.kernels.backends import every_backend, using
-from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes
+from tests.kernels.backends import every_backend, every_cpu, using
+from tests.kernels.cases import WEIGHT_ROUNDING, Attention, Shape, assert_close, attention, shapes
 
 SHAPE = Shape(3, 3, 64, 16, torch.float32, ((40, 40), (5, 37), (1, 16)), seed=7)
 
@@ -28,7 +28,8 @@ def prefill(case: Attention, implementation: str) -> torch.Tensor:
 @settings(max_examples=15, deadline=None)
 def test_equals_dense_attention(implementation: str, shape: Shape) -> None:
     case = attention(shape)
-    assert_close(prefill(case, implementation), case.expected)
+    rounding = WEIGHT_ROUNDING[shape.dtype] if implementation == "cpu amx" else 0.0
+    assert_close(prefill(case, implementation), case.expected, extra=rounding)
 
 
 @every_backend
@@ -89,17 +90,21 @@ def test_no_tokens_at_all(implementation: str) -> None:
     assert prefill(dataclasses.replace(case, q=case.q[:0], cu_seqlens=zeros), implementation).shape == (0, 9, 64)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 20])
-def test_chunks_give_what_the_whole_gives(sliding_window: int | None) -> None:
-    whole = attention(dataclasses.replace(SHAPE, lengths=((100, 100),), sliding_window=sliding_window))
-    for start, end in ((0, 33), (33, 34), (34, 100)):
+@every_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sliding_window", [None, 20, 70])
+def test_chunks_give_the_bits_of_the_whole(implementation: str, sliding_window: int | None, dtype: torch.dtype) -> None:
+    shape = dataclasses.replace(SHAPE, lengths=((200, 200),), sliding_window=sliding_window, dtype=dtype)
+    whole = attention(shape)
+    expected = prefill(whole, implementation)
+    for start, end in ((0, 33), (33, 34), (34, 100), (100, 200)):
         chunk = dataclasses.replace(
             whole,
             q=whole.q[start:end],
             cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32),
             context_lens=torch.tensor([end], dtype=torch.int32),
         )
-        assert_close(prefill(chunk, "cpu"), whole.expected[start:end])
+        assert prefill(chunk, implementation).equal(expected[start:end])
 
 
 def test_threads_change_nothing() -> None:

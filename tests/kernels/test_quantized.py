@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from kernels.linear import LinearWeights, linear
 from kernels.quantized import QuantizedMatrix, dequantized, group_of, levels_of, pack
-from tests.kernels.backends import every_backend, runnable_isas, using
+from tests.kernels.backends import every_backend, every_cpu, using
 from tests.kernels.cases import TOLERANCE, float64
 from tests.kernels.quantized_cases import FORMATS, Format, make_matrix, rounding
 
-every_cpu = pytest.mark.parametrize("implementation", [f"cpu {isa}" for isa in runnable_isas()])
 every_format = pytest.mark.parametrize("of", FORMATS, ids=str)
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kernels.paged_decode import paged_decode
 from kernels.triton import paged_decode as implementation
-from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes, slot_major
-from tests.kernels.triton_interpreted.precisions import DTYPES, WEIGHT_ROUNDING
+from tests.kernels.cases import WEIGHT_ROUNDING, Attention, Shape, assert_close, attention, shapes, slot_major
+from tests.kernels.triton_interpreted.precisions import DTYPES
 
 RAGGED = Shape(2, 3, 64, 16, torch.float32, ((1, 1300), (1, 3), (1, 512), (1, 600)), seed=3)
 

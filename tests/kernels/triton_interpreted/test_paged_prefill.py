@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels.paged_prefill import paged_prefill
-from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes, slot_major
-from tests.kernels.triton_interpreted.precisions import DTYPES, WEIGHT_ROUNDING
+from tests.kernels.cases import WEIGHT_ROUNDING, Attention, Shape, assert_close, attention, shapes, slot_major
+from tests.kernels.triton_interpreted.precisions import DTYPES
 
 CHUNKS = Shape(2, 3, 64, 16, torch.float32, ((70, 180), (1, 17), (5, 5)), seed=3)
 
