@@ -76,7 +76,7 @@ struct PrefillTile {
         const float factor = softmax[r].update(scores, seen);
         if (factor != 1.f) products.rescale(r, factor);
       }
-      for (int64_t i = round_up(seen, LANES); i < PREFILL_TILE; i++) scores[i] = 0.f;
+      for (int64_t i = round_up(seen, LANES); i < PREFILL_TILE; i += LANES) store(scores + i, Vec{});
     }
   }
 
