@@ -5,8 +5,8 @@ import torch
 
 from kernels.linear import LinearWeights, linear, prefers_panels
 from kernels.panels import PANEL, PanelMatrix, pack, panel_shape, sliced, unpacked
-from tests.kernels.backends import every_backend, runnable_isas, using
-from tests.kernels.test_linear import BFLOAT16, FLOAT32, assert_product, every_cpu, make_weights, make_x
+from tests.kernels.backends import every_backend, every_cpu, runnable_isas, using
+from tests.kernels.test_linear import BFLOAT16, FLOAT32, assert_product, make_weights, make_x
 
 every_dtype = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 

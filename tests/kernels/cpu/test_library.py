@@ -32,7 +32,7 @@ def test_an_unknown_one_is_refused() -> None:
 def test_the_mirror_agrees_with_the_header() -> None:
     header = (Path(library.__file__).parent / "ops.h").read_text()
     assert re.search(r"MAX_HEAD_DIM = (\d+);", header)[1] == str(library.MAX_HEAD_DIM)  # type: ignore[index]  # a match
-    linear = (Path(library.__file__).parent / "linear.h").read_text()
+    linear = (Path(library.__file__).parent / "linear_panels.h").read_text()
     assert re.search(r"MAX_DEPTH = (\d+);", linear)[1] == str(library.MAX_DEPTH)  # type: ignore[index]  # a match
     assert re.search(r"OK = (-?\d+);", header)[1] == str(library.OK)  # type: ignore[index]  # a match
     operations = re.findall(r"int64_t \(\*(\w+)\)", header)
