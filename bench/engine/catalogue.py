@@ -9,7 +9,7 @@ from bench.engine.cases import PREFILL_LENGTHS
 from bench.engine.goals import Goal, Key, ratio
 
 LINEAR_FLOPS = 2 * 106_168_320  # of one prompt token in the default model's layers; the head runs for the last alone
-CHUNKS = (64, 128, 256)  # tokens a step among which vLLM's best is looked for
+CHUNKS = (32, 64, 128)  # tokens a step among which vLLM's best is looked for
 
 OURS = ("ours", "ours_int8", "ours_int4", "ours_pd", "ours_pd_unpinned")
 VLLM_CHUNKS = {f"vllm_chunk{size}": size for size in CHUNKS}
