@@ -24,7 +24,7 @@ from engine.config_fields import CheckpointError, read_json
 from engine.gguf_convert import CONVERTER_VERSION, ProgressCallback, convert
 from engine.kv_format import CHOSEN_KV_DTYPES
 from engine.model_config import read_config
-from engine.quantization import BYTES_PER_WEIGHT, check_quantization, quantized_revision
+from engine.quantization import BYTES_PER_WEIGHT, GPTQ_SUFFIX, check_quantization, quantized_revision
 from engine.safetensors_file import TensorEntry, read_header, sampled_digest, shard_files
 
 __all__ = [
@@ -128,11 +128,15 @@ def estimate_memory_bytes(model_dir: Path, dtype: str, num_processes: int = 1, q
     """Memory of one pod without its KV cache: weights, rotary tables and the processes themselves.
 
     Weights that the file has in bfloat16 stay so whatever `dtype` is, and are the same memory in all pods of a host;
-    so are quantised ones. A head that is quantised or in panels is no longer the embedding's memory.
+    so are quantised ones, except that those whose groups are no runs of columns become their values. A head that is
+    quantised or in panels is no longer the embedding's memory.
     """
     config = read_config(model_dir)
     entries = {name: e for shard in shard_files(model_dir) for name, e in read_header(shard).items()}
     weight_bytes = sum(_bytes_in_memory(name, e, dtype, quantization) for name, e in entries.items())
+    if config.quantization and config.quantization.act_order:
+        words = sum(e.num_elements for name, e in entries.items() if name.endswith(GPTQ_SUFFIX))
+        weight_bytes += words * (32 // config.quantization.bits * DTYPES[dtype] - 4)
     if config.tie_word_embeddings:
         head_bytes = 1 if quantization in BYTES_PER_WEIGHT else DTYPES[dtype]
         weight_bytes += config.vocab_size * config.hidden_size * head_bytes

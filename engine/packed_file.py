@@ -3,7 +3,8 @@
     <XDG_CACHE_HOME or ~/.cache>/pdserve/packed/<model>-<weights revision>-<kind>-<version>.safetensors
 
 For a quantised linear `x`: x.packed, x.row_scales, x.scales and x.offsets, as kernels/quantized.py has them; in panels
-x.packed alone, as kernels/panels.py has it. A file appears whole or not at all: it is written under another
+x.packed alone, as kernels/panels.py has it; x.plain alone, float32 [N, K], where a checkpoint's quantised groups are no
+runs of columns. A file appears whole or not at all: it is written under another
 name, under a lock, and renamed.
 """
 
@@ -29,6 +30,7 @@ from engine.quantize import quantize_int4, quantize_int8
 from engine.safetensors_file import read_header, shard_files, write_tensors
 from engine.stored_quantization import read_stored, stored_names
 from kernels.checks import check_shape
+from kernels.linear import Part
 from kernels.panels import PanelMatrix, pack, panel_shape
 from kernels.quantized import QuantizedMatrix
 
@@ -36,7 +38,10 @@ HEAD = "lm_head"
 _EMBEDDING = "model.embed_tokens.weight"
 _DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16", torch.float32: "F32"}
 _FIELDS = ("packed", "row_scales", "scales", "offsets")
+_PLAIN = "plain"
 _PANELS_VERSION = 1  # raise it when panels would lie in another order
+
+_Linear = QuantizedMatrix | torch.Tensor  # a quantised linear, or the values of one
 
 _log = logging.getLogger(__name__)
 
@@ -101,14 +106,20 @@ class PackedFile:
         self._opened: Any = safe_open(file, framework="pt")
 
     def __contains__(self, name: str) -> bool:
-        return f"{name}.packed" in self._entries
+        return f"{name}.packed" in self._entries or f"{name}.{_PLAIN}" in self._entries
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> QuantizedMatrix | PanelMatrix:
+    def matrix(self, name: str, shape: tuple[int, int]) -> Part:
         """Views of the file. Raises CheckpointError when it is not of `shape`."""
         tensors = {
-            field: self._opened.get_tensor(f"{name}.{field}") for field in _FIELDS if f"{name}.{field}" in self._entries
+            field: self._opened.get_tensor(f"{name}.{field}")
+            for field in (*_FIELDS, _PLAIN)
+            if f"{name}.{field}" in self._entries
         }
         try:
+            if _PLAIN in tensors:
+                check_shape(_PLAIN, tensors[_PLAIN], shape)
+                plain: torch.Tensor = tensors[_PLAIN]
+                return plain
             if "row_scales" in tensors:
                 return QuantizedMatrix(*shape, **tensors)
             check_shape("packed", tensors["packed"], panel_shape(shape))
@@ -134,35 +145,50 @@ def _write_quantised(config: ModelConfig, quantization: str, source: _Checkpoint
     stored = config.quantization
     linears = _stored(source, stored) if stored else _rounded(source, quantization, config.tie_word_embeddings)
     tensors = {f"{name}.{field}": t for name, matrix in linears for field, t in _fields_of(matrix)}
-    order = sorted(tensors, key=lambda name: not name.endswith(".packed"))  # their sizes keep cache lines whole
+    plain = [t for name, t in tensors.items() if name.endswith(f".{_PLAIN}")]
+    if plain:
+        _log.warning(
+            "%d linears have their columns in the order of activations (GPTQ's desc_act): they are kept in float32 and "
+            "take %.0f MiB, more than as integers",
+            len(plain),
+            sum(t.nbytes for t in plain) / 2**20,
+        )
+    order = sorted(
+        tensors, key=lambda name: not name.endswith((".packed", f".{_PLAIN}"))
+    )  # their sizes keep cache lines whole
     layout = {name: (_DTYPES[tensors[name].dtype], tuple(tensors[name].shape)) for name in order}
     write_tensors(target, layout, ((name, _array(tensors[name])) for name in order), lambda _done, _of: None)
 
 
-def _rounded(source: _Checkpoint, quantization: str, tied: bool) -> Iterator[tuple[str, QuantizedMatrix]]:
+def _rounded(source: _Checkpoint, quantization: str, tied: bool) -> Iterator[tuple[str, _Linear]]:
     """Linears of the layers in `quantization`, the head in 8 bits: it is the most sensitive, and large in small models.
 
     An expert layer's router keeps its precision.
     """
     quantize = quantize_int8 if quantization == "int8" else quantize_int4
     names = [n for n in source.matrices() if n.startswith("model.layers.") and not n.endswith(".gate.weight")]
-    work = {name.removesuffix(".weight"): partial(quantize, source.tensor(name)) for name in names}
+    work: dict[str, Callable[[], _Linear]] = {
+        name.removesuffix(".weight"): partial(quantize, source.tensor(name)) for name in names
+    }
     work[HEAD] = partial(quantize_int8, source.tensor(_EMBEDDING if tied else f"{HEAD}.weight"))
     return _each(work)
 
 
-def _stored(source: _Checkpoint, stored: StoredQuantization) -> Iterator[tuple[str, QuantizedMatrix]]:
+def _stored(source: _Checkpoint, stored: StoredQuantization) -> Iterator[tuple[str, _Linear]]:
     names = stored_names(source.names, stored)
     return _each({name: partial(read_stored, name, source.tensor, source.names, stored) for name in names})
 
 
-def _each(work: Mapping[str, Callable[[], QuantizedMatrix]]) -> Iterator[tuple[str, QuantizedMatrix]]:
+def _each(work: Mapping[str, Callable[[], _Linear]]) -> Iterator[tuple[str, _Linear]]:
     """A matrix a thread, rather than torch's threads on each of many short operations."""
     with ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield from zip(work, pool.map(lambda make: make(), work.values()), strict=True)
 
 
-def _fields_of(matrix: QuantizedMatrix) -> Iterator[tuple[str, torch.Tensor]]:
+def _fields_of(matrix: _Linear) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(matrix, torch.Tensor):
+        yield _PLAIN, matrix
+        return
     for field in _FIELDS:
         if (tensor := getattr(matrix, field)) is not None:
             yield field, tensor

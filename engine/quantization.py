@@ -14,6 +14,7 @@ Method = Literal["awq", "gptq", "gguf"]
 
 QUANTIZER_VERSION = 2  # raise it when the same weights would become other integers, or lie in another order
 BLOCKS_SUFFIX = ".gguf_blocks"  # in place of .weight, where gguf_convert.py kept a file's blocks
+GPTQ_SUFFIX = ".qweight"  # of AWQ too
 BYTES_PER_WEIGHT = {"int8": 1.0, "int4": 0.5 + 4 / 32}  # with scale and offset, 16 bits each, for 32 weights
 
 
@@ -21,13 +22,14 @@ BYTES_PER_WEIGHT = {"int8": 1.0, "int4": 0.5 + 4 / 32}  # with scale and offset,
 class StoredQuantization:
     """What a checkpoint's quantization_config says. group_size: columns that share a scale; None: all.
 
-    zero_offset: what is added to a stored zero point.
+    zero_offset: what is added to a stored zero point. act_order: a group's columns lie anywhere in the row.
     """
 
     method: Method
     bits: int = 4
     group_size: int | None = None
     zero_offset: int = 0
+    act_order: bool = False
 
 
 def parse_quantization(values: Mapping[str, Any] | None, source: str) -> StoredQuantization | None:
@@ -85,7 +87,14 @@ def _parse_gptq(fields: Fields, values: Mapping[str, Any]) -> StoredQuantization
     if layout not in ("gptq", "gptq_v2"):
         raise fields.error("checkpoint_format", "only 'gptq' and 'gptq_v2' are supported")
     zero_offset = 1 if layout == "gptq" else 0  # the first version stored zero points less one
-    return StoredQuantization(method="gptq", bits=bits, group_size=_group_size(fields, values), zero_offset=zero_offset)
+    group_size = _group_size(fields, values)
+    return StoredQuantization(
+        method="gptq",
+        bits=bits,
+        group_size=group_size,
+        zero_offset=zero_offset,
+        act_order=fields.flag("desc_act", False) and group_size is not None,
+    )
 
 
 def _group_size(fields: Fields, values: Mapping[str, Any]) -> int | None:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from engine.config_fields import CheckpointError
-from engine.quantization import BLOCKS_SUFFIX, StoredQuantization
+from engine.quantization import BLOCKS_SUFFIX, GPTQ_SUFFIX, StoredQuantization
 from engine.quantize import half_scales
 from kernels.quantized import QuantizedMatrix, pack
 
 Read = Callable[[str], torch.Tensor]  # a tensor by its name
 
-GPTQ_SUFFIX = ".qweight"  # of AWQ too
 WIDEST_GROUP = 128
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output 8 * word + _AWQ_ORDER[i]
 _BLOCK = 32  # weights of a GGUF block
@@ -25,8 +24,13 @@ def stored_names(names: Mapping[str, object], stored: StoredQuantization) -> lis
     return [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
 
 
-def read_stored(name: str, read: Read, names: Mapping[str, object], stored: StoredQuantization) -> QuantizedMatrix:
-    """Raises CheckpointError when the tensors of linear `name` do not fit together or cannot be computed."""
+def read_stored(
+    name: str, read: Read, names: Mapping[str, object], stored: StoredQuantization
+) -> QuantizedMatrix | torch.Tensor:
+    """A tensor, float32 [N, K], where the groups are no runs of columns.
+
+    Raises CheckpointError when the tensors of linear `name` do not fit together or cannot be computed.
+    """
     try:
         if stored.method == "gguf":
             return gguf_matrix(read(name + BLOCKS_SUFFIX))
@@ -54,18 +58,19 @@ def gptq_matrix(
     scales: torch.Tensor,
     g_idx: torch.Tensor | None,
     stored: StoredQuantization,
-) -> QuantizedMatrix:
+) -> QuantizedMatrix | torch.Tensor:
     """qweight: int32 [K * bits / 32, N]; qzeros: int32 [G, N * bits / 32]; scales [G, N]; g_idx: [K], or none.
 
-    Raises ValueError when columns were reordered by activation.
+    Columns that were quantised in the order of their activations (desc_act) have their groups scattered over the row:
+    such a matrix becomes its values, float32 [N, K]. Raises ValueError for what does not fit together.
     """
     levels = _unpacked(qweight.T, stored.bits).flatten(1)
     zeros = _unpacked(qzeros, stored.bits).flatten(1).T + stored.zero_offset
-    matrix = _from_zeros(levels, zeros, scales.T, stored)
     columns = levels.shape[1]
-    if g_idx is not None and not torch.equal(g_idx.long(), torch.arange(columns) // (stored.group_size or columns)):
-        raise ValueError("its columns are in the order of activations (GPTQ's desc_act): only their own is supported")
-    return matrix
+    if g_idx is None or torch.equal(g_idx.long(), torch.arange(columns) // (stored.group_size or columns)):
+        return _from_zeros(levels, zeros, scales.T, stored)
+    _check_groups(levels, zeros, scales.T, stored)
+    return _spread(levels, zeros, scales.T, g_idx.long())
 
 
 def gguf_matrix(blocks: torch.Tensor) -> QuantizedMatrix:
@@ -96,11 +101,7 @@ def _from_zeros(
 ) -> QuantizedMatrix:
     """levels: [N, K], unsigned; zeros, scales: [N, G]. A weight is scale * (level - zero)."""
     columns, group = levels.shape[1], stored.group_size or levels.shape[1]
-    if zeros.shape != scales.shape or scales.shape != (levels.shape[0], -(-columns // group)):
-        raise ValueError(
-            f"scales {tuple(scales.shape)} and zero points {tuple(zeros.shape)} do not fit weights "
-            f"{tuple(levels.shape)} in groups of {group}"
-        )
+    _check_groups(levels, zeros, scales, stored)
     if group > WIDEST_GROUP or group == columns:
         zeros, scales = (_repeated(values, columns, group) for values in (zeros, scales))
     exact, row_scales = (scales, None) if scales.dtype == torch.float16 else half_scales(scales.float())
@@ -110,6 +111,30 @@ def _from_zeros(
     symmetric = bool((zeros == middle).all())
     offsets = None if symmetric else -exact.float() * lacking
     return pack(signed, bits=stored.bits, row_scales=row_scales, scales=exact, offsets=offsets)
+
+
+def _spread(levels: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Values, float32 [N, K]. groups: [K], that of each column.
+
+    Exact for float16 scales: 11 bits times at most 9 fit float32's 24, but not bfloat16's 8.
+    """
+    columns, num_groups = levels.shape[1], scales.shape[1]
+    if groups.shape != (columns,) or int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+        raise ValueError(
+            f"g_idx {tuple(groups.shape)} from {int(groups.min())} to {int(groups.max())}: must have a group from 0 to "
+            f"{num_groups - 1} for each of {columns} columns"
+        )
+    return scales.float()[:, groups] * (levels - zeros[:, groups])
+
+
+def _check_groups(levels: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, stored: StoredQuantization) -> None:
+    """Raises ValueError unless every group of every row has a scale and a zero point."""
+    columns, group = levels.shape[1], stored.group_size or levels.shape[1]
+    if zeros.shape != scales.shape or scales.shape != (levels.shape[0], -(-columns // group)):
+        raise ValueError(
+            f"scales {tuple(scales.shape)} and zero points {tuple(zeros.shape)} do not fit weights "
+            f"{tuple(levels.shape)} in groups of {group}"
+        )
 
 
 def _repeated(values: torch.Tensor, columns: int, group: int) -> torch.Tensor:

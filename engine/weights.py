@@ -258,8 +258,11 @@ class _Reader:
         """These rows and columns of linear `name`."""
         if self._packed is None or name not in self._packed:
             return self.arranged(self._block(f"{name}.weight", shape, rows, columns))
+        whole = self._packed.matrix(name, shape)
+        if isinstance(whole, torch.Tensor):
+            return self.arranged(self._cut(whole, rows, columns))
         try:
-            matrix = _sliced(self._packed.matrix(name, shape), rows, columns)
+            matrix = _sliced(whole, rows, columns)
         except ValueError as error:
             raise CheckpointError(f"{self._model_dir}: {name} cannot be shared among ranks: {error}") from None
         _fetch_pages(matrix.packed)
@@ -271,7 +274,11 @@ class _Reader:
 
     def _block(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> torch.Tensor:
         """As `matrix`, of these rows and columns alone."""
-        tensor = self._tensor(name, shape)[rows.start : rows.stop, columns.start : columns.stop]
+        return self._cut(self._tensor(name, shape), rows, columns)
+
+    def _cut(self, whole: torch.Tensor, rows: range, columns: range) -> torch.Tensor:
+        """These rows and columns: a view when they have our dtype or bfloat16, else a converted copy."""
+        tensor = whole[rows.start : rows.stop, columns.start : columns.stop]
         tensor = tensor if tensor.dtype == torch.bfloat16 else tensor.to(self._dtype)
         _fetch_pages(tensor)
         return tensor

@@ -39,13 +39,14 @@ def _plain(part: Part) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """symmetric: every zero point is the middle. group: -1 for whole rows."""
+    """symmetric: every zero point is the middle. group: -1 for whole rows. act_order: groups of random columns."""
 
     method: str
     bits: int = 4
     group: int = 64
     symmetric: bool = False
     layout: str = "gptq"
+    act_order: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class Recipe:
             "bits": self.bits,
             "group_size": self.group,
             "sym": self.symmetric,
-            "desc_act": False,
+            "desc_act": self.act_order,
             "checkpoint_format": self.layout,
         }
 
@@ -85,11 +86,12 @@ def make_quantized(folder: Path, recipe: Recipe) -> Any:
 
 @dataclass(frozen=True)
 class Linear:
-    """levels: [N, K]; zeros, scales: [N, G]; values: float32 [N, K]."""
+    """levels: [N, K]; zeros, scales: [N, G]; groups: [K], of each column; values: float32 [N, K]."""
 
     levels: np.ndarray
     zeros: np.ndarray
     scales: np.ndarray
+    groups: np.ndarray
     values: torch.Tensor
 
     def stored(self, recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -101,12 +103,9 @@ class Linear:
             words = {
                 "qweight": packed(self.levels, recipe.bits).T.contiguous(),
                 "qzeros": packed(lacking.T, recipe.bits),
-                "g_idx": torch.arange(self.levels.shape[1], dtype=torch.int32) // self.group(recipe),
+                "g_idx": torch.from_numpy(self.groups.astype(np.int32)),
             }
         return words | {"scales": scales}
-
-    def group(self, recipe: Recipe) -> int:
-        return self.levels.shape[1] if recipe.group == -1 else recipe.group
 
 
 def random_linear(rows: int, columns: int, recipe: Recipe, generator: np.random.Generator) -> Linear:
@@ -117,8 +116,11 @@ def random_linear(rows: int, columns: int, recipe: Recipe, generator: np.random.
     if not recipe.symmetric:
         zeros = generator.integers(1, 2 * middle, (rows, num_groups))
     scales = (generator.random((rows, num_groups)) * 0.3 / middle + 0.1 / middle).astype(np.float16)
-    spread = np.repeat(scales.astype(np.float32), group, 1) * (levels - np.repeat(zeros, group, 1))
-    return Linear(levels, zeros, scales, torch.from_numpy(spread).float())
+    groups = np.arange(columns) // group
+    if recipe.act_order:
+        groups = generator.permutation(groups)
+    spread = scales.astype(np.float32)[:, groups] * (levels - zeros[:, groups])
+    return Linear(levels, zeros, scales, groups, torch.from_numpy(spread).float())
 
 
 def reordered(values: np.ndarray) -> np.ndarray:

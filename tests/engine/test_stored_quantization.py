@@ -11,7 +11,8 @@ import torch
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import CheckpointError, cache_dir, model_info, resolve_model
+from engine.checkpoint import CheckpointError, cache_dir, estimate_memory_bytes, model_info, resolve_model
+from engine.shard import Shard
 from kernels.linear import LinearWeights
 from kernels.quantized import QuantizedMatrix, dequantized
 from tests.engine.quantized_checkpoints import Recipe, load, make_quantized, values_of
@@ -38,6 +39,10 @@ AWQ_AND_GPTQ = [
     Recipe("gptq", layout="gptq_v2"),
     Recipe("gptq", bits=8, symmetric=True, group=32),
     Recipe("gptq", bits=8),
+    Recipe("gptq", group=-1, act_order=True),  # a single group is in any order
+]
+ACT_ORDER = [
+    Recipe("gptq", bits=bits, symmetric=symmetric, act_order=True) for bits in (4, 8) for symmetric in (False, True)
 ]
 
 
@@ -59,16 +64,53 @@ def test_a_quantised_checkpoint_gives_the_logits_of_its_values(recipe: Recipe, t
         )
 
 
-def reorder_columns(folder: Path) -> None:
+@pytest.mark.parametrize("recipe", ACT_ORDER, ids=str)
+def test_columns_in_the_order_of_activations_become_exactly_their_values(
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_quantized(tmp_path / "m", recipe)
+    layer, state = load(tmp_path / "m").layers[1], model.state_dict()
+    for part, name in zip(layer.qkv.parts, ("q", "k", "v"), strict=True):
+        assert isinstance(part, torch.Tensor)
+        assert torch.equal(part, state[f"model.layers.1.self_attn.{name}_proj.weight"])
+    assert [record.message for record in caplog.records if "desc_act" in record.message]
+    prompt = random_ids(40)
+    actual, expected = OurModel(tmp_path / "m").logits(scheduled(prompt, 0, range(10))), reference_logits(model, prompt)
+    torch.testing.assert_close(actual, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+
+
+def test_ranks_share_columns_in_the_order_of_activations(tmp_path: Path) -> None:
+    state = make_quantized(tmp_path / "m", Recipe("gptq", act_order=True)).state_dict()
+    layers = [load(tmp_path / "m", shard=Shard(rank, 2)).layers[2] for rank in range(2)]
+    assert torch.equal(
+        torch.cat([values_of(layer.output) for layer in layers], dim=1), state["model.layers.2.self_attn.o_proj.weight"]
+    )
+    queries = torch.cat([values_of(LinearWeights(layer.qkv.parts[:1])) for layer in layers])
+    assert torch.equal(queries, state["model.layers.2.self_attn.q_proj.weight"])
+
+
+def test_the_estimate_of_memory_knows_that_columns_out_of_order_take_more(tmp_path: Path) -> None:
+    in_order, out_of_order = (Recipe("gptq", act_order=act_order) for act_order in (False, True))
+    make_quantized(tmp_path / "in", in_order)
+    state = make_quantized(tmp_path / "out", out_of_order).state_dict()
+    weights = sum(t.numel() for name, t in state.items() if "_proj.weight" in name)
+    less, more = (estimate_memory_bytes(tmp_path / name, "float32") for name in ("in", "out"))
+    assert more - less == weights * 7 // 2  # 4 bytes, not half a byte
+
+
+def name_missing_groups(folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     g_idx = tensors["model.layers.1.mlp.up_proj.g_idx"]
-    tensors["model.layers.1.mlp.up_proj.g_idx"] = g_idx.flip(0)
+    tensors["model.layers.1.mlp.up_proj.g_idx"] = g_idx + 1
     save_file(tensors, file)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "act order": (reorder_columns, r"model\.layers\.1\.mlp\.up_proj: its columns are in the order of activations"),
+    "groups": (
+        name_missing_groups,
+        r"layers\.1\.mlp\.up_proj: g_idx \(128,\) from 1 to 2: must have a group from 0 to 1 for each of 128 columns",
+    ),
     "no object": (lambda d: edit_config(d, quantization_config=4), r"quantization_config = 4: must be an object"),
     "method": (
         lambda d: edit_config(d, quantization_config={"quant_method": "bitsandbytes"}),
@@ -115,16 +157,21 @@ def test_what_cannot_be_computed_is_refused_in_one_line(name: str, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("float_activations")
-def test_unlike_parts_become_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [(Recipe("awq"), torch.uint8), (Recipe("gptq", act_order=True), torch.float32)],
+    ids=str,
+)
+def test_unlike_parts_become_alike(recipe: Recipe, dtype: torch.dtype, tmp_path: Path) -> None:
     """A checkpoint may leave single projections unquantised."""
-    model = make_quantized(tmp_path / "m", Recipe("awq"))
+    model = make_quantized(tmp_path / "m", recipe)
     name = "model.layers.0.self_attn.k_proj"
     file = tmp_path / "m" / "model.safetensors"
     tensors = {n: t for n, t in load_file(file).items() if not n.startswith(name)}
     save_file(tensors | {f"{name}.weight": model.state_dict()[f"{name}.weight"].clone()}, file)
     layer = load(tmp_path / "m").layers[0]
     assert layer.qkv.dtype == torch.float32
-    assert layer.output.dtype == torch.uint8
+    assert layer.output.dtype == dtype
     prompt = random_ids(20)
     actual = OurModel(tmp_path / "m").logits(scheduled(prompt, 0, range(5)))
     assert torch.equal(actual.argmax(-1), reference_logits(model, prompt).argmax(-1))
