@@ -36,6 +36,13 @@ def test_a_prompt_that_half_a_budget_does_not_finish_waits_for_its_turn() -> Non
     assert driver.step() == {"long": (8, 15), "medium": (0, 1)}
 
 
+def test_what_the_step_finishes_is_passed_by_nobody() -> None:
+    driver = Driver(30, max_batched_tokens=8)
+    driver.add("long", 8)
+    driver.add("short", 1, start=100)
+    assert driver.step() == {"long": (0, 8)}
+
+
 def test_behind_prompts_that_are_finished_half_of_what_they_leave_is_shared() -> None:
     driver = Driver(30, max_batched_tokens=8)
     driver.add("first", 3)
