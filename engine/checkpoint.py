@@ -73,7 +73,7 @@ def resolve_model(name_or_path: str, progress: ProgressCallback | None = None, q
 
 
 def model_info(model_dir: Path, dtype: str, *, kv_dtype: str = "auto", quantization: str = "none") -> ModelInfo:
-    """What pods and engine need to know; `dtype` is resolved already, `kv_dtype` is auto (the same), bf16, int8 or fp8.
+    """What pods and engine need to know; `dtype` is resolved already, `kv_dtype` auto (the same) or as set.
 
     Weights that we quantise are another revision: KV that they made goes to pods with the same weights alone. Raises
     CheckpointError.

@@ -13,7 +13,8 @@ from engine.batch import ModelInfo
 
 KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "int8": 1, "fp8": 1}  # int64: the fake engine's
 QUANTISED_KV_DTYPES = ("int8", "fp8")
-CHOSEN_KV_DTYPES = {"bf16": "bfloat16", "int8": "int8", "fp8": "fp8"}  # setting -> kv_dtype, whatever the dtype is
+# setting -> kv_dtype, whatever the dtype is; bf16 and bfloat16 are one
+CHOSEN_KV_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "int8": "int8", "fp8": "fp8"}
 SCALE_BYTES = 4
 LINE_BYTES = 64
 

@@ -37,7 +37,9 @@ class StackSettings(Settings):
         "torch", description="fake needs no model; its answers can be computed by hand"
     )
     dtype: Literal["auto", "float32", "bfloat16"] | None = Field(None, description="auto: bfloat16 where it is native")
-    kv_dtype: Literal["auto", "bf16", "int8", "fp8"] | None = Field(None, description="of the KV cache; auto: as dtype")
+    kv_dtype: Literal["auto", "bf16", "bfloat16", "int8", "fp8"] | None = Field(
+        None, description="of the KV cache; auto: as dtype"
+    )
     quantization: Literal["none", "int8", "int4", "gguf"] | None = Field(
         None, description="weights: int8, int4, a GGUF file's own blocks, or as the checkpoint has them (none)"
     )

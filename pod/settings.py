@@ -37,7 +37,9 @@ class PodSettings(Settings):
     model: str = Field("smollm2-135m-instruct", min_length=1, description="known name, directory, GGUF file or 'fake'")
     engine: Literal["auto", "torch", "fake"] = Field("auto", description="auto: fake for the model 'fake', else torch")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 where it is native")
-    kv_dtype: Literal["auto", "bf16", "int8", "fp8"] = Field("auto", description="of the KV cache; auto: as dtype")
+    kv_dtype: Literal["auto", "bf16", "bfloat16", "int8", "fp8"] = Field(
+        "auto", description="of the KV cache; auto: as dtype"
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="cuda is refused: pods cannot serve from a GPU yet")
     quantization: Literal["none", "int8", "int4", "gguf"] = Field(
         "none", description="weights: int8, int4, a GGUF file's own blocks, or as the checkpoint has them"

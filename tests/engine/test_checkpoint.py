@@ -446,8 +446,8 @@ def test_kv_dtype_is_that_of_the_computation_or_chosen(tiny_dir: Path) -> None:
     }
     assert [of["float32", s] for s in ("auto", "bf16", "int8")] == ["float32", "bfloat16", "int8"]
     assert [of["bfloat16", s] for s in ("auto", "bf16", "int8")] == ["bfloat16", "bfloat16", "int8"]
-    with pytest.raises(CheckpointError, match="kv_dtype 'bfloat16': must be one of auto, bf16, int8, fp8"):
-        model_info(tiny_dir, "float32", kv_dtype="bfloat16")
+    with pytest.raises(CheckpointError, match="kv_dtype 'float16': must be one of auto, bf16, bfloat16, int8, fp8"):
+        model_info(tiny_dir, "float32", kv_dtype="float16")
 
 
 def test_memory_estimate_counts_every_weight(tmp_path: Path) -> None:

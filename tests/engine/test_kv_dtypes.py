@@ -34,6 +34,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_bf16_has_two_spellings(tiny: Path) -> None:
+    short, long = (model_info(tiny, "float32", kv_dtype=name) for name in ("bf16", "bfloat16"))
+    assert short == long
+    assert short.kv_dtype == "bfloat16"
+
+
 @every_kv_dtype
 def test_neither_chunks_nor_neighbours_nor_places_change_a_bit(tiny: Path, kv_dtype: str) -> None:
     whole, parts = (OurModel(tiny, kv_dtype=kv_dtype) for _ in range(2))

@@ -42,7 +42,7 @@ def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--engine", "fake", "--run-dir", "/tmp/" + "x" * 90], ["--run-dir", "at most"]),
         (["up", "--model", ""], ["'model'", "at least 1 character"]),
         (["up", "--prefil", "1"], ["unrecognized arguments: --prefil 1", "--help"]),
-        (["up", "--kv-dtype", "bfloat16"], ["'kv_dtype'", "'bfloat16'", "'auto', 'bf16', 'int8' or 'fp8'"]),
+        (["up", "--kv-dtype", "float16"], ["'kv_dtype'", "'float16'", "'auto', 'bf16', 'bfloat16', 'int8' or 'fp8'"]),
         (["up", "--kv-memory", "0"], ["'kv_memory'", "greater than 0"]),
         (["up", "--kv-memory", "-5MiB"], ["--kv-memory", "--help"]),
         (["up", "--engine", "fake", "--port", "9", "--router-port", "9"], ["--port and --router-port are both 9"]),
