@@ -193,7 +193,8 @@ void multiply_panels(const void* x, int64_t x_stride, int64_t rows, const Weight
   parallel_for_with<Block>(plan.items(), threads, [&](auto& block, int64_t item) {
     const int64_t b = plan.block_of(item), first = plan.first_row(b);
     if (block.index != b)
-      block.take(b, static_cast<const X*>(x) + first * x_stride, x_stride, plan.first_row(b + 1) - first, weights.depth);
+      block.take(b, static_cast<const X*>(x) + first * x_stride, x_stride, plan.first_row(b + 1) - first,
+                 weights.depth);
     plan.for_runs(item, [&](const PanelRun& run) {
       block.multiply(run, bias == nullptr ? nullptr : static_cast<const X*>(bias) + run.column,
                      static_cast<X*>(out) + first * plan.columns + run.column, plan.columns);

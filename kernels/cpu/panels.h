@@ -10,8 +10,8 @@ constexpr int PANEL = 16;               // rows of W that lie interleaved
 constexpr int VECTORS = PANEL / LANES;  // of one element of each
 constexpr int PANEL_ITEMS_PER_THREAD = 16;
 
-// What will be wanted next, fetched in the order in which it lies in memory: the processor's own prefetching stops at the
-// end of each page, and follows the first of several tiles of x only.
+// What will be wanted next, fetched in the order in which it lies in memory: the processor's own prefetching stops at
+// the end of each page, and follows the first of several tiles of x only.
 struct Fetch {
   const char* next;
   int64_t bytes_per_step;
