@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from engine.checkpoint import model_info, resolve_dtype
+from engine.kv_format import kv_block_bytes
 from kernels.cpu.build import BuildFailed, CompilerMissing, build
 from pdserve import checks
 from pdserve.checks import LaunchError, require
@@ -12,6 +14,7 @@ from pdserve.console import Reporter
 from pdserve.model import FAKE, Model, prepare_model
 from pdserve.settings import StackSettings
 from pdserve.stack import Plan, divide_cores, threads_per_pod
+from pod.settings import PodSettings
 
 ASSUMED_KV_BYTES = 128 << 20  # of a pod whose cache is sized by itself: enough for a few thousand tokens
 
@@ -52,12 +55,25 @@ def prepare_engine(settings: StackSettings, reporter: Reporter, draft_bytes: int
     model = prepare_model(
         settings.model, settings.dtype, reporter, settings.tensor_parallel or 1, settings.quantization or "none"
     )
+    check_kv_memory(settings, Path(model.path))
     num_pods = settings.num_prefill + settings.decode
     needed_bytes = num_pods * (model.memory_bytes + (settings.kv_memory or ASSUMED_KV_BYTES))
     needed_bytes += settings.decode * draft_bytes
     require(checks.check_memory(needed_bytes, checks.available_memory_bytes(), f"{num_pods} pods"))
     prepare_kernels(reporter)
     return model.path
+
+
+def check_kv_memory(settings: StackSettings, model: Path) -> None:
+    """A pod would refuse it too, after a start. Raises LaunchError unless --kv-memory holds a block."""
+    if settings.kv_memory is None:
+        return
+    quantization = settings.quantization or "none"
+    dtype = resolve_dtype(settings.dtype or "auto")
+    info = model_info(model, dtype, kv_dtype=settings.kv_dtype or "auto", quantization=quantization)
+    smallest = kv_block_bytes(info, PodSettings.model_fields["block_size"].default)
+    if settings.kv_memory < smallest:
+        raise LaunchError(f"--kv-memory {settings.kv_memory:d} bytes: must be at least {smallest} bytes, one KV block")
 
 
 def prepare_kernels(reporter: Reporter) -> None:

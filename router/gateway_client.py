@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 from collections.abc import AsyncGenerator, Iterator
 
@@ -23,6 +24,8 @@ from router.mailbox import Mailbox
 MAX_UNREAD = 32  # responses: some 100 times what a client that keeps up has
 PACKED_BYTES = 4 << 20  # requests of more are sent one by one
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
+
+_log = logging.getLogger(__name__)
 
 
 class GatewayClient(RouterClient):
@@ -196,4 +199,5 @@ def _reason(broken: grpc.aio.AioRpcError) -> PdserveError:
     """What the router said, if it did; any other status is the link's and no request's fault, whatever its code."""
     if any(key == TRAILER for key, _ in broken.trailing_metadata() or ()):
         return from_rpc(broken)
-    return PodUnavailable(f"{broken.code().name}: {broken.details()}")
+    _log.warning("the stream to the router broke: %s: %s", broken.code().name, broken.details())
+    return PodUnavailable("the router cannot be reached: try again")
