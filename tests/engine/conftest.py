@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,24 @@ def float_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.reference.linear.rounded", lambda x, _part: x.float())
     for module in ("linear", "decoder"):
         monkeypatch.setattr(f"kernels.cpu.{module}.runs_in_cpp", lambda _weights: False)
+
+
+@pytest.fixture
+def user_cache(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, `tiny_dir` having loaded the kernels from the user's own."""
+    OurModel(tiny_dir).logits(scheduled([1], 0, [0]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
+    make_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(tiny_dir: Path, tmp_path: Path) -> Path:
+    """A tiny checkpoint that a test may spoil."""
+    return Path(shutil.copytree(tiny_dir, tmp_path / "tiny-llama"))

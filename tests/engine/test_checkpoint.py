@@ -2,68 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from engine import checkpoint
 from engine.checkpoint import (
     DEFAULT_MODEL,
     CheckpointError,
-    cache_dir,
     estimate_memory_bytes,
     model_info,
     resolve_dtype,
     resolve_model,
     weights_revision,
 )
-from engine.gguf_convert import LLAMA3_ROPE, llama3_divisors
 from engine.model_config import read_config
-from engine.safetensors_file import Layout, read_header, sampled_digest, to_bfloat16, write_tensors
+from engine.safetensors_file import read_header, sampled_digest
 from tests.engine.tiny_llama import (
-    TINY,
-    OurModel,
     edit_config,
     make_checkpoint,
-    random_ids,
-    reference_logits,
-    scheduled,
 )
-
-BYTE_TOKENS = ["<unk>", "<|im_start|>", "<|im_end|>", *map(chr, range(ord("!"), ord("~"))), "ab", "bc"]
-TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
-
-
-@pytest.fixture
-def user_cache(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    OurModel(tiny_dir).logits(scheduled([1], 0, [0]))  # loads the compiled kernels while their cache is the user's own
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture(scope="module")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
-    make_checkpoint(folder)
-    return folder
-
-
-@pytest.fixture
-def copied(tiny_dir: Path, tmp_path: Path) -> Path:
-    """A tiny checkpoint that a test may spoil."""
-    return Path(shutil.copytree(tiny_dir, tmp_path / "tiny-llama"))
-
 
 # --- the default model
 
@@ -112,170 +74,6 @@ def test_the_default_tokenizer_splits_every_digit_from_the_spaces_before_it() ->
 
     tokenizer = Tokenizer.from_file(str(resolve_model(DEFAULT_MODEL) / "tokenizer.json"))
     assert tokenizer.encode("a   12").tokens == ["a", "ĠĠĠ", "1", "2"]
-
-
-# --- GGUF files
-
-
-def write_gguf(file: Path, model: Any, quantized: gguf.GGMLQuantizationType | None = None, **metadata: Any) -> None:
-    """`model` of transformers as llama.cpp's converter would write it, with a small BPE tokenizer.
-
-    In float32, or with matrices in a quantised type.
-    """
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(TINY["num_hidden_layers"])
-    writer.add_context_length(TINY["max_position_embeddings"])
-    writer.add_embedding_length(TINY["hidden_size"])
-    writer.add_feed_forward_length(model.config.intermediate_size)
-    writer.add_head_count(TINY["num_attention_heads"])
-    writer.add_head_count_kv(TINY["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
-    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
-    add_tokenizer(writer)
-    for name, value in metadata.items():
-        writer.add_float32(name, value) if isinstance(value, float) else writer.add_string(name, value)
-    for name, parameter in model.state_dict().items():
-        values = permuted(name, parameter.numpy())
-        if quantized is not None and values.ndim == 2:
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, quantized), raw_dtype=quantized)
-        else:
-            writer.add_tensor(gguf_name(name), values)
-    if model.config.rope_parameters["rope_type"] == "llama3":
-        rope = model.config.rope_parameters
-        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, rope["rope_theta"], 8).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(BYTE_TOKENS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(BYTE_TOKENS) - 3))
-    writer.add_token_merges(["a b", "b c"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATE)
-
-
-def gguf_name(name: str) -> str:
-    parts = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "model.layers": "blk",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.": "attn_",
-        "mlp.": "ffn_",
-        "_proj": "",
-        "post_attention_layernorm": "ffn_norm",
-        "input_layernorm": "attn_norm",
-    }
-    for theirs, gguf_part in parts.items():
-        name = name.replace(theirs, gguf_part)
-    return name
-
-
-def permuted(name: str, values: np.ndarray) -> np.ndarray:
-    """llama.cpp's order of rotary pairs in q and k."""
-    heads = {"q_proj": TINY["num_attention_heads"], "k_proj": TINY["num_key_value_heads"]}
-    for part, num_heads in heads.items():
-        if part in name:
-            halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
-            return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-    return values
-
-
-@pytest.mark.parametrize("rope", ["default", "llama3"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_gguf_file_gives_the_models_logits(tied: bool, rope: str, user_cache: Path, tmp_path: Path) -> None:
-    parameters = {"rope_type": rope, "rope_theta": 5e5} | ({"factor": 8.0} | LLAMA3_ROPE if rope == "llama3" else {})
-    changes: dict[str, Any] = {"vocab_size": len(BYTE_TOKENS), "tie_word_embeddings": tied, "eos_token_id": 2}
-    model = make_checkpoint(tmp_path / "hf", rope_parameters=parameters, **changes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())  # what a conversion keeps
-    write_gguf(tmp_path / "my-model.gguf", model)
-    folder = resolve_model(str(tmp_path / "my-model.gguf"))
-    assert folder.parent == cache_dir() == user_cache / "pdserve" / "models"
-    prompt = random_ids(30, vocab_size=len(BYTE_TOKENS))
-    actual = OurModel(folder).logits(scheduled(prompt, 0, range(8)))
-    torch.testing.assert_close(actual, reference_logits(model, prompt), atol=1e-4, rtol=0)
-    assert read_config(folder).eos_token_ids == {2}
-    assert model_info(folder, "float32").model_id == "my-model"
-    assert (folder / "chat_template.jinja").read_text() == TEMPLATE
-    assert json.loads((folder / "config.json").read_text())["rms_norm_eps"] == 1e-6
-
-
-def test_a_gguf_file_is_converted_once_and_again_when_its_content_changes(user_cache: Path, tmp_path: Path) -> None:
-    file = tmp_path / "m.gguf"
-    write_gguf(file, make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2))
-    stages: list[tuple[str, float]] = []
-    first = resolve_model(str(file), lambda *stage: stages.append(stage))
-    assert {stage for stage, _ in stages} == {"reading GGUF", "converting weights", "building tokenizer"}
-    assert all(0 <= fraction <= 1 for _, fraction in stages)
-    assert ("converting weights", 1.0) in stages
-    before = len(stages)
-    assert resolve_model(str(file), lambda *stage: stages.append(stage)) == first
-    assert len(stages) == before
-    changed = make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2, rms_norm_eps=1e-3)
-    write_gguf(file, changed)
-    second = resolve_model(str(file))
-    assert second != first
-    assert weights_revision(second) != weights_revision(first)
-
-
-def test_a_conversion_that_fails_leaves_nothing_behind(
-    user_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_source: Path, target: Path, _progress: object, _keep_blocks: bool) -> None:
-        (target / "config.json").write_text("{}")
-        raise CheckpointError("no")
-
-    file = tmp_path / "m.gguf"
-    file.write_bytes(b"GGUF")
-    monkeypatch.setattr(checkpoint, "convert", fail)
-    with pytest.raises(CheckpointError, match="no"):
-        resolve_model(str(file))
-    assert [p.suffix for p in cache_dir().iterdir()] == [".lock"]
-
-
-def test_a_second_process_waits_for_the_first_ones_conversion(
-    user_cache: Path, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads stand for processes: the lock belongs to the open file, not to the process."""
-    started, may_finish, conversions = threading.Event(), threading.Event(), []
-
-    def convert(source: Path, target: Path, _progress: object, _keep_blocks: bool) -> None:
-        conversions.append(source)
-        started.set()
-        assert may_finish.wait(30)
-        shutil.copytree(tiny_dir, target, dirs_exist_ok=True)
-
-    def second_reports(stage: str, _fraction: float) -> None:
-        assert stage == "waiting for another process's conversion"
-        may_finish.set()
-
-    monkeypatch.setattr(checkpoint, "convert", convert)
-    file = tmp_path / "m.gguf"
-    file.write_bytes(b"GGUF")
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(resolve_model, str(file))
-        assert started.wait(30)
-        second = threads.submit(resolve_model, str(file), second_reports)
-        assert first.result(30) == second.result(30)
-    assert conversions == [file]
-    assert {p.name for p in cache_dir().iterdir()} == {first.result().name, f".{first.result().name}.lock"}
-
-
-def test_a_llama3_table_that_no_parameters_make_is_refused(user_cache: Path, tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0} | LLAMA3_ROPE | {"low_freq_factor": 2.0}
-    model = make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2, rope_parameters=rope)
-    write_gguf(tmp_path / "m.gguf", model)
-    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not the table of a Llama 3 model"):
-        resolve_model(str(tmp_path / "m.gguf"))
 
 
 # --- directories
@@ -374,23 +172,6 @@ def test_a_name_whose_package_is_missing_says_what_to_install(monkeypatch: pytes
         resolve_model("some-model")
 
 
-def test_a_gguf_file_cut_short_is_refused(user_cache: Path, tmp_path: Path) -> None:
-    file = tmp_path / "m.gguf"
-    write_gguf(file, make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2))
-    file.write_bytes(file.read_bytes()[:-5000])
-    with pytest.raises(CheckpointError, match=r"m\.gguf is not a whole GGUF file .*: copy it again"):
-        resolve_model(str(file))
-
-
-def test_other_gguf_architectures_are_refused(tmp_path: Path, user_cache: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(CheckpointError, match="architecture 'qwen2': GGUF files of 'llama' are supported"):
-        resolve_model(str(tmp_path / "m.gguf"))
-
-
 # --- what is known without loading
 
 
@@ -475,39 +256,3 @@ model_info(folder, resolve_dtype("auto")), estimate_memory_bytes(folder, "float3
 sys.exit(bool({{"torch", "transformers"}} & set(sys.modules)))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-# --- safetensors
-
-
-def test_bfloat16_rounds_as_torch_does() -> None:
-    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 10.0
-    ties = torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.4e38, 0.0, -0.0, 1e-40])
-    both = torch.cat([values, ties])
-    expected = both.bfloat16().view(torch.uint16).numpy()
-    np.testing.assert_array_equal(to_bfloat16(both.numpy()), expected)
-
-
-def test_a_written_file_is_read_by_safetensors(tmp_path: Path) -> None:
-    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([7.5], np.float32)}
-    done: list[tuple[int, int]] = []
-    file = tmp_path / "x.safetensors"
-    write_tensors(file, {k: ("BF16", v.shape) for k, v in tensors.items()}, tensors.items(), lambda *d: done.append(d))
-    loaded = load_file(file)
-    assert {k: v.float().tolist() for k, v in loaded.items()} == {k: v.tolist() for k, v in tensors.items()}
-    assert done == [(12, 14), (14, 14)]
-    assert file.stat().st_size % 64 == 14
-
-
-def test_writing_other_tensors_than_announced_is_an_error(tmp_path: Path) -> None:
-    values, square = np.zeros((2, 2), np.float32), ("BF16", (2, 2))
-    layouts: list[Layout] = [
-        {"b": square},
-        {"a": ("BF16", (4,))},
-        {"a": ("U8", (2, 2))},
-        {"a": square, "b": square},
-        {},
-    ]
-    for layout in layouts:
-        with pytest.raises(ValueError, match=r"expected|were given"):
-            write_tensors(tmp_path / "x", layout, [("a", values)], lambda *_: None)

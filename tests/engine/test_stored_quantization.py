@@ -15,8 +15,8 @@ from engine.checkpoint import CheckpointError, cache_dir, estimate_memory_bytes,
 from engine.shard import Shard
 from kernels.linear import LinearWeights
 from kernels.quantized import QuantizedMatrix, dequantized
+from tests.engine.gguf_files import BYTE_TOKENS, write_gguf
 from tests.engine.quantized_checkpoints import Recipe, load, make_quantized, values_of
-from tests.engine.test_checkpoint import BYTE_TOKENS, write_gguf
 from tests.engine.tiny_llama import (
     OurModel,
     edit_config,

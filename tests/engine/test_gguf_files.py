@@ -1,0 +1,140 @@
+"""GGUF files: converted once, to the same logits, and refused in one clear line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from engine import checkpoint
+from engine.checkpoint import (
+    CheckpointError,
+    cache_dir,
+    model_info,
+    resolve_model,
+    weights_revision,
+)
+from engine.gguf_convert import LLAMA3_ROPE
+from engine.model_config import read_config
+from tests.engine.gguf_files import BYTE_TOKENS, TEMPLATE, write_gguf
+from tests.engine.tiny_llama import (
+    OurModel,
+    make_checkpoint,
+    random_ids,
+    reference_logits,
+    scheduled,
+)
+
+
+@pytest.mark.parametrize("rope", ["default", "llama3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_gives_the_models_logits(tied: bool, rope: str, user_cache: Path, tmp_path: Path) -> None:
+    parameters = {"rope_type": rope, "rope_theta": 5e5} | ({"factor": 8.0} | LLAMA3_ROPE if rope == "llama3" else {})
+    changes: dict[str, Any] = {"vocab_size": len(BYTE_TOKENS), "tie_word_embeddings": tied, "eos_token_id": 2}
+    model = make_checkpoint(tmp_path / "hf", rope_parameters=parameters, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())  # what a conversion keeps
+    write_gguf(tmp_path / "my-model.gguf", model)
+    folder = resolve_model(str(tmp_path / "my-model.gguf"))
+    assert folder.parent == cache_dir() == user_cache / "pdserve" / "models"
+    prompt = random_ids(30, vocab_size=len(BYTE_TOKENS))
+    actual = OurModel(folder).logits(scheduled(prompt, 0, range(8)))
+    torch.testing.assert_close(actual, reference_logits(model, prompt), atol=1e-4, rtol=0)
+    assert read_config(folder).eos_token_ids == {2}
+    assert model_info(folder, "float32").model_id == "my-model"
+    assert (folder / "chat_template.jinja").read_text() == TEMPLATE
+    assert json.loads((folder / "config.json").read_text())["rms_norm_eps"] == 1e-6
+
+
+def test_a_gguf_file_is_converted_once_and_again_when_its_content_changes(user_cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2))
+    stages: list[tuple[str, float]] = []
+    first = resolve_model(str(file), lambda *stage: stages.append(stage))
+    assert {stage for stage, _ in stages} == {"reading GGUF", "converting weights", "building tokenizer"}
+    assert all(0 <= fraction <= 1 for _, fraction in stages)
+    assert ("converting weights", 1.0) in stages
+    before = len(stages)
+    assert resolve_model(str(file), lambda *stage: stages.append(stage)) == first
+    assert len(stages) == before
+    changed = make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2, rms_norm_eps=1e-3)
+    write_gguf(file, changed)
+    second = resolve_model(str(file))
+    assert second != first
+    assert weights_revision(second) != weights_revision(first)
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(
+    user_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_source: Path, target: Path, _progress: object, _keep_blocks: bool) -> None:
+        (target / "config.json").write_text("{}")
+        raise CheckpointError("no")
+
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setattr(checkpoint, "convert", fail)
+    with pytest.raises(CheckpointError, match="no"):
+        resolve_model(str(file))
+    assert [p.suffix for p in cache_dir().iterdir()] == [".lock"]
+
+
+def test_a_second_process_waits_for_the_first_ones_conversion(
+    user_cache: Path, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand for processes: the lock belongs to the open file, not to the process."""
+    started, may_finish, conversions = threading.Event(), threading.Event(), []
+
+    def convert(source: Path, target: Path, _progress: object, _keep_blocks: bool) -> None:
+        conversions.append(source)
+        started.set()
+        assert may_finish.wait(30)
+        shutil.copytree(tiny_dir, target, dirs_exist_ok=True)
+
+    def second_reports(stage: str, _fraction: float) -> None:
+        assert stage == "waiting for another process's conversion"
+        may_finish.set()
+
+    monkeypatch.setattr(checkpoint, "convert", convert)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(resolve_model, str(file))
+        assert started.wait(30)
+        second = threads.submit(resolve_model, str(file), second_reports)
+        assert first.result(30) == second.result(30)
+    assert conversions == [file]
+    assert {p.name for p in cache_dir().iterdir()} == {first.result().name, f".{first.result().name}.lock"}
+
+
+def test_a_llama3_table_that_no_parameters_make_is_refused(user_cache: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0} | LLAMA3_ROPE | {"low_freq_factor": 2.0}
+    model = make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2, rope_parameters=rope)
+    write_gguf(tmp_path / "m.gguf", model)
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not the table of a Llama 3 model"):
+        resolve_model(str(tmp_path / "m.gguf"))
+
+
+def test_a_gguf_file_cut_short_is_refused(user_cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2))
+    file.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(CheckpointError, match=r"m\.gguf is not a whole GGUF file .*: copy it again"):
+        resolve_model(str(file))
+
+
+def test_other_gguf_architectures_are_refused(tmp_path: Path, user_cache: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="architecture 'qwen2': GGUF files of 'llama' are supported"):
+        resolve_model(str(tmp_path / "m.gguf"))
