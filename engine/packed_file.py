@@ -4,8 +4,7 @@
 
 For a quantised linear `x`: x.packed, x.row_scales, x.scales and x.offsets, as kernels/quantized.py has them; in panels
 x.packed alone, as kernels/panels.py has it; x.plain alone, float32 [N, K], where a checkpoint's quantised groups are no
-runs of columns. A file appears whole or not at all: it is written under another
-name, under a lock, and renamed.
+runs of columns. A file appears whole or not at all: it is written under another name, under a lock, and renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from engine.checkpoint import cache_dir, locked, model_name, weights_revision
+from engine.checkpoint import EMBEDDING, cache_dir, locked, model_name, weights_revision
 from engine.config_fields import CheckpointError
 from engine.model_config import ModelConfig
 from engine.quantization import QUANTIZER_VERSION, StoredQuantization
@@ -35,7 +34,6 @@ from kernels.panels import PanelMatrix, pack, panel_shape
 from kernels.quantized import QuantizedMatrix
 
 HEAD = "lm_head"
-_EMBEDDING = "model.embed_tokens.weight"
 _DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16", torch.float32: "F32"}
 _FIELDS = ("packed", "row_scales", "scales", "offsets")
 _PLAIN = "plain"
@@ -153,9 +151,8 @@ def _write_quantised(config: ModelConfig, quantization: str, source: _Checkpoint
             len(plain),
             sum(t.nbytes for t in plain) / 2**20,
         )
-    order = sorted(
-        tensors, key=lambda name: not name.endswith((".packed", f".{_PLAIN}"))
-    )  # their sizes keep cache lines whole
+    whole_lines = (".packed", f".{_PLAIN}")  # their sizes keep cache lines whole for what follows
+    order = sorted(tensors, key=lambda name: not name.endswith(whole_lines))
     layout = {name: (_DTYPES[tensors[name].dtype], tuple(tensors[name].shape)) for name in order}
     write_tensors(target, layout, ((name, _array(tensors[name])) for name in order), lambda _done, _of: None)
 
@@ -170,7 +167,7 @@ def _rounded(source: _Checkpoint, quantization: str, tied: bool) -> Iterator[tup
     work: dict[str, Callable[[], _Linear]] = {
         name.removesuffix(".weight"): partial(quantize, source.tensor(name)) for name in names
     }
-    work[HEAD] = partial(quantize_int8, source.tensor(_EMBEDDING if tied else f"{HEAD}.weight"))
+    work[HEAD] = partial(quantize_int8, source.tensor(EMBEDDING if tied else f"{HEAD}.weight"))
     return _each(work)
 
 
@@ -218,7 +215,7 @@ class _Checkpoint:
     def bfloat16_matrices(self, tied: bool) -> dict[str, str]:
         """Linears of layers and head that are stored in bfloat16, and the tensor that each is."""
         found = {n.removesuffix(".weight"): n for n in self.matrices() if n.startswith("model.layers.")}
-        found[HEAD] = _EMBEDDING if tied else f"{HEAD}.weight"
+        found[HEAD] = EMBEDDING if tied else f"{HEAD}.weight"
         return {name: of for name, of in found.items() if of in self.names and self.names[of][1].dtype == "BF16"}
 
     def shape(self, name: str) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from engine.checkpoint import EMBEDDING
 from engine.config_fields import CheckpointError
 from engine.families import ExpertNames
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig
@@ -98,7 +99,7 @@ def load_weights(
     packed = packed_file(model_dir, config, quantization, in_panels)
     reader = _Reader(model_dir, TORCH_DTYPES[dtype], config.family.norm_weight_offset, packed, in_panels)
     hidden, vocab = config.hidden_size, config.vocab_size
-    embedding = reader.matrix("model.embed_tokens.weight", (vocab, hidden))
+    embedding = reader.matrix(EMBEDDING, (vocab, hidden))
     return ModelWeights(
         embedding=embedding,
         layers=tuple(
