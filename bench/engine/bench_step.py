@@ -27,7 +27,7 @@ import numpy as np
 from bench.arguments import exit_code, new_file, positive
 from bench.bars import report
 from bench.engine.goals import Goal, Round, evaluate, ratio
-from engine.checkpoint import model_info, resolve_model
+from engine.checkpoint import model_info, resolve_dtype, resolve_model
 from engine.core import EngineConfig, EngineCore
 from engine.kv_format import kv_block_bytes
 from engine.runner import TorchRunner
@@ -35,7 +35,7 @@ from engine.sequence import SamplingParams, SequenceSpec
 from kernels.cpu import decoder, sampling
 from kernels.cpu.library import Library, library
 
-MODEL, DTYPE, BLOCK_SIZE = "smollm2-135m-instruct", "float32", 16
+MODEL, DTYPE, BLOCK_SIZE = "smollm2-135m-instruct", resolve_dtype("auto"), 16
 BATCHES = (1, 8, 16)
 STEPS = 20
 _CALLERS = (decoder, sampling)  # of what a step calls
