@@ -56,6 +56,7 @@ class Services:
     metrics: RouterMetrics
     rng: Random
     queue_wait_s: float
+    resume_wait_s: float
     clock: Callable[[], float] = time.monotonic
 
 
@@ -72,7 +73,7 @@ class Request:
         self._message = message
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else now + timeout_s
-        self._retries = Retries(services.queue_wait_s, self._deadline)
+        self._retries = Retries(services.queue_wait_s, services.resume_wait_s, self._deadline)
         self._ledger = Ledger(now)
         self._outcome = ""
         self._num_placed = 0

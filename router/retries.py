@@ -19,10 +19,11 @@ DEADLINE_MARGIN_S = 0.05  # before the client's own timer, so that it hears why
 class Retries:
     """Owned by one request. Times are seconds of one monotonic clock."""
 
-    def __init__(self, queue_wait_s: float, deadline: float | None) -> None:
+    def __init__(self, queue_wait_s: float, resume_wait_s: float, deadline: float | None) -> None:
         self.avoid: frozenset[PodKey] = frozenset()
         self.pause_s = 0.0  # for which the pod of the last failure is left alone; 0: nobody was to blame
-        self._queue_wait_s = queue_wait_s
+        self._max_wait_s = queue_wait_s
+        self._resume_wait_s = resume_wait_s
         self._deadline = deadline
         self._num_failures = 0
         self._num_refusals = 0
@@ -35,15 +36,18 @@ class Retries:
         return frozenset(key for key, until in self._busy.items() if until > now)
 
     def wait_s(self, now: float) -> float:
-        """How long the request may now wait for room: up to its deadline or, without one, queue_wait_s in all."""
+        """How long the request may now wait for room: until its deadline or, without one, queue_wait_s since it came
+        or resume_wait_s, if that is longer, since a pod last had it.
+        """
         if self._wait_until is None:
-            until = now + self._queue_wait_s if self._deadline is None else self._deadline - DEADLINE_MARGIN_S
+            until = now + self._max_wait_s if self._deadline is None else self._deadline - DEADLINE_MARGIN_S
             self._wait_until = until
         return max(0.0, self._wait_until - now)
 
     def progressed(self) -> None:
-        """A pod computed something for it: the next wait is a new one."""
+        """A pod computed something for it, or may have: the next wait is a new one."""
         self._wait_until = None
+        self._max_wait_s = max(self._max_wait_s, self._resume_wait_s)
 
     def should_retry(self, state: State, error: PdserveError, decision: RoutingDecision, now: float) -> bool:
         """Records that an attempt with `decision` ended in `state` with `error`."""
@@ -60,6 +64,7 @@ class Retries:
         if not verdict.suspect:
             self._num_refusals += 1
             return self._num_refusals < MAX_REFUSALS or self.wait_s(now) > 0
+        self.progressed()
         self._num_failures += 1
         self._num_bugs += isinstance(error, InternalError)
         return verdict.retry and self._num_failures < MAX_FAILURES and self._num_bugs < MAX_BUGS

@@ -120,6 +120,7 @@ class Router:
             metrics=self.metrics,
             rng=rng,
             queue_wait_s=settings.queue_wait_s,
+            resume_wait_s=settings.resume_wait_s,
         )
         self._service = InferenceService(self.services, self.requests)
         self._server = Server([SERVICE_NAME])

@@ -22,6 +22,9 @@ class RouterSettings(Settings):
     model: str = Field(min_length=1, description="the pods' model directory (for its tokenizer), or 'fake'")
     served_model_name: str = Field("", max_length=256, description="what clients ask for; empty: the model's own name")
     queue_wait_s: float = Field(5.0, ge=0, le=3600, description="how long a request without a deadline waits for room")
+    resume_wait_s: float = Field(
+        30.0, ge=0, le=3600, description="likewise one whose pod was lost, if that is longer: a pod may be restarting"
+    )
     max_waiting: int = Field(1024, ge=0, description="requests that may wait for room at a time")
     stop_grace_s: float = Field(10.0, ge=0, description="how long SIGTERM lets running requests finish")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")

@@ -131,7 +131,7 @@ async def test_a_decode_pod_dies_in_mid_stream(registry_url: str, tmp_path: Path
 
 
 async def test_all_decode_pods_die(registry_url: str, tmp_path: Path) -> None:
-    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS, queue_wait_s=0.3) as stack:
+    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS, queue_wait_s=0.3, resume_wait_s=0.3) as stack:
         with pytest.raises(PodUnavailable, match="to go on elsewhere: waited"):
             await generate_and(stack, long_running(50, 200), 5, kill_decode_pod(stack), Outcome())
         ledger = await stack.client.timeline()

@@ -55,14 +55,14 @@ def test_verdicts(state: State, error: PdserveError, verdict: Verdict) -> None:
 
 
 def test_failures_that_the_request_may_have_caused_are_bounded() -> None:
-    retries = Retries(5.0, None)
+    retries = Retries(5.0, 20.0, None)
     results = [retries.should_retry(State.DECODING, PodLost("x"), DECISION, 0.0) for _ in range(MAX_FAILURES)]
     assert results == [True] * (MAX_FAILURES - 1) + [False]
     assert retries.avoid == {D}
 
 
 def test_pods_that_were_gone_or_said_no_are_bounded_by_time() -> None:
-    retries = Retries(5.0, None)
+    retries = Retries(5.0, 20.0, None)
     assert retries.wait_s(10.0) == 5.0
     for _ in range(3 * MAX_REFUSALS):
         assert retries.should_retry(State.PREFILLING, PodUnavailable("x"), DECISION, 14.9)
@@ -71,14 +71,14 @@ def test_pods_that_were_gone_or_said_no_are_bounded_by_time() -> None:
 
 def test_a_pod_that_says_no_late_is_not_the_end() -> None:
     """The wait for room is over, by computing on a pod that then was told to stop."""
-    retries = Retries(5.0, None)
+    retries = Retries(5.0, 20.0, None)
     assert retries.wait_s(10.0) == 5.0
     results = [retries.should_retry(State.DECODING, PodUnavailable("x"), DECISION, 99.0) for _ in range(MAX_REFUSALS)]
     assert results == [True] * (MAX_REFUSALS - 1) + [False]
 
 
 def test_refusals_do_not_use_up_the_attempts_of_failures() -> None:
-    retries = Retries(5.0, None)
+    retries = Retries(5.0, 20.0, None)
     for _ in range(3 * MAX_REFUSALS):
         retries.should_retry(State.RESERVING, PodUnavailable("x"), DECISION, 0.0)
     results = [retries.should_retry(State.DECODING, PodLost("x"), DECISION, 0.0) for _ in range(MAX_FAILURES)]
@@ -86,14 +86,14 @@ def test_refusals_do_not_use_up_the_attempts_of_failures() -> None:
 
 
 def test_a_request_that_breaks_engines_does_not_visit_them_all() -> None:
-    retries = Retries(5.0, None)
+    retries = Retries(5.0, 20.0, None)
     results = [retries.should_retry(State.PREFILLING, InternalError("x"), DECISION, 0.0) for _ in range(MAX_BUGS)]
     assert results == [True] * (MAX_BUGS - 1) + [False]
     assert retries.avoid == {P}
 
 
 def test_a_full_pod_is_left_alone_for_a_moment_and_not_counted() -> None:
-    retries = Retries(5.0, None)
+    retries = Retries(5.0, 20.0, None)
     for _ in range(3 * MAX_FAILURES):
         assert retries.should_retry(State.RESERVING, Overloaded("x"), DECISION, 10.0)
     assert retries.busy(10.1) == {D}
@@ -103,7 +103,7 @@ def test_a_full_pod_is_left_alone_for_a_moment_and_not_counted() -> None:
 
 def test_a_pod_that_failed_is_left_alone_for_longer_each_time() -> None:
     """Refusals that take no time must leave time for another pod to be seen."""
-    retries, now = Retries(5.0, None), 10.0
+    retries, now = Retries(5.0, 20.0, None), 10.0
     for pause_s in (0.2, 0.4, 0.8, 1.6, 3.2, 3.2):
         assert retries.should_retry(State.RESERVING, PodUnavailable("draining"), DECISION, now)
         assert retries.pause_s == pytest.approx(pause_s)
@@ -113,35 +113,56 @@ def test_a_pod_that_failed_is_left_alone_for_longer_each_time() -> None:
 
 
 def test_nobody_is_left_alone_for_what_was_nobody_s_fault() -> None:
-    retries = Retries(5.0, None)
+    retries = Retries(5.0, 20.0, None)
     retries.should_retry(State.RESERVING, Overloaded("x"), DECISION, 0.0)
     retries.should_retry(State.TRANSFERRING, LeaseExpired("x"), DECISION, 1.0)
     assert (retries.pause_s, retries.busy(1.0)) == (0.0, frozenset())
 
 
 def test_decode_only_has_no_prefill_pod_to_blame() -> None:
-    retries = Retries(5.0, None)
+    retries = Retries(5.0, 20.0, None)
     alone = replace(DECISION, prefill_pod=None)
     assert retries.should_retry(State.DECODING, PeerLost("x"), alone, 0.0)
     assert retries.avoid == frozenset()
 
 
 def test_waiting_is_bounded_in_all_until_something_was_computed() -> None:
-    retries = Retries(5.0, None)
+    retries = Retries(5.0, 20.0, None)
     assert retries.wait_s(100.0) == 5.0
     assert retries.wait_s(103.0) == 2.0
     assert retries.wait_s(110.0) == 0.0
     retries.progressed()
-    assert retries.wait_s(110.0) == 5.0
+    assert retries.wait_s(110.0) == 20.0
+
+
+def test_a_request_whose_pod_was_lost_waits_until_one_may_have_started_again() -> None:
+    retries = Retries(5.0, 20.0, None)
+    assert retries.wait_s(100.0) == 5.0
+    assert retries.should_retry(State.PREFILLING, PodLost("x"), DECISION, 104.0)
+    assert retries.wait_s(106.0) == 20.0
+    assert retries.wait_s(126.0) == 0.0
+
+
+def test_a_pod_that_never_had_the_request_does_not_prolong_its_wait() -> None:
+    retries = Retries(5.0, 20.0, None)
+    assert retries.wait_s(100.0) == 5.0
+    assert retries.should_retry(State.RESERVING, PodUnavailable("x"), DECISION, 101.0)
+    assert retries.wait_s(101.0) == 4.0
+
+
+def test_a_lost_pod_never_shortens_the_wait() -> None:
+    retries = Retries(60.0, 20.0, None)
+    retries.progressed()
+    assert retries.wait_s(100.0) == 60.0
 
 
 def test_a_deadline_is_waited_for() -> None:
-    retries = Retries(5.0, deadline=160.0)
+    retries = Retries(5.0, 20.0, deadline=160.0)
     assert retries.wait_s(100.0) == pytest.approx(59.95), "a little less, so that the client hears why"
 
 
 def test_a_replay_that_finds_no_pod_fails_for_what_happened_before() -> None:
-    retries, refusal = Retries(5.0, None), Overloaded("waited 5 s")
+    retries, refusal = Retries(5.0, 20.0, None), Overloaded("waited 5 s")
     assert retries.explain(refusal) is refusal
     retries.should_retry(State.DECODING, PodUnavailable("d died", pod_id="d"), DECISION, 0.0)
     explained = retries.explain(refusal)
