@@ -35,15 +35,15 @@ struct DecoderStep {
   Workspace<T> work;
   int threads;
 
-  // residual_out = residual + delta, and its norm to work.normed.
-  void enter(const Stage& stage, const T* delta, const T* residual, T* residual_out) const {
+  // residual_out = residual + delta, and its norm to work.normed, of `rows` rows.
+  void enter(const Stage& stage, int64_t rows, const T* delta, const T* residual, T* residual_out) const {
     const int64_t hidden = decoder.hidden;
     if (stage.delta_norm != nullptr) {
-      rms_norm<T>(delta, hidden, nullptr, 0, stage.delta_norm, decoder.eps, work.normed, nullptr, step.tokens, hidden,
+      rms_norm<T>(delta, hidden, nullptr, 0, stage.delta_norm, decoder.eps, work.normed, nullptr, rows, hidden,
                   threads);
       delta = work.normed;
     }
-    rms_norm<T>(delta, hidden, residual, hidden, stage.norm, decoder.eps, work.normed, residual_out, step.tokens, hidden,
+    rms_norm<T>(delta, hidden, residual, hidden, stage.norm, decoder.eps, work.normed, residual_out, rows, hidden,
                 threads);
   }
 
@@ -95,10 +95,10 @@ struct DecoderStep {
     return heads;
   }
 
-  void gate(const Stage& stage) const {
+  void gate(const Stage& stage, int64_t rows) const {
     const int64_t inner = stage.second.weights.depth;
     const auto activate_and_multiply = stage.activation == GELU_TANH ? gelu_mul<T> : silu_mul<T>;
-    activate_and_multiply(work.wide, 2 * inner, work.narrow, step.tokens, inner, threads);
+    activate_and_multiply(work.wide, 2 * inner, work.narrow, rows, inner, threads);
   }
 
   // The first stage's input: a residual stream of embeddings, and nothing to add to it.
@@ -112,7 +112,7 @@ struct DecoderStep {
     parallel_rows(step.tokens, hidden, threads, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++) {
         const E* from = static_cast<const E*>(ends.embedding) + step.token_ids[t] * ends.embedding_stride;
-        T *residual = static_cast<T*>(stream.residual) + t * hidden, *delta = static_cast<T*>(stream.delta) + t * hidden;
+        T *residual = residual_of(stream) + t * hidden, *delta = delta_of(stream) + t * hidden;
         for_vectors(hidden, [&](int64_t i, int64_t n) {
           store_some(residual + i, load_some(from + i, n) * ends.embedding_scale, n);
           store_some(delta + i, Vec{}, n);
@@ -121,13 +121,12 @@ struct DecoderStep {
     });
   }
 
-  // The norm of the rows whose logits are wanted, to work.normed.
-  void leave(const Ends& ends, const Stream& stream) const {
+  // The norm of what the last layer left of the rows to sample, to work.normed.
+  void leave(const Ends& ends, const Stream& sampled) const {
     const int64_t hidden = decoder.hidden;
     parallel_rows(step.samples, hidden, threads, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; r++) {
-        const int64_t from = step.sample_rows[r] * hidden;
-        const T *delta = static_cast<T*>(stream.delta) + from, *residual = static_cast<T*>(stream.residual) + from;
+        const T *delta = delta_of(sampled) + r * hidden, *residual = residual_of(sampled) + r * hidden;
         T* normed = work.normed + r * hidden;
         if (ends.delta_norm != nullptr) {
           normalise_row(delta, static_cast<const T*>(ends.delta_norm), decoder.eps, normed, hidden);
@@ -139,24 +138,56 @@ struct DecoderStep {
     });
   }
 
-  // All threads of a region call this. They share the loops in it and do the rest, which changes nothing, each.
+  // All threads of a region call these. They share the loops in them and do the rest, which changes nothing, each.
+
   void run(int64_t first, int64_t last, const Stream& in, const Stream& out) const {
-    const T *delta = static_cast<const T*>(in.delta), *residual = static_cast<const T*>(in.residual);
-    T *delta_out = static_cast<T*>(out.delta), *residual_out = static_cast<T*>(out.residual);
-    for (int64_t s = first; s < last; s++) {
+    Stream from = in;
+    for (int64_t s = first; s < last; s++, from = out) {
       const Stage& stage = decoder.stages[s];
-      enter(stage, delta, residual, residual_out);
+      enter(stage, step.tokens, delta_of(from), residual_of(from), residual_of(out));
       multiply(work.normed, step.tokens, stage.first, work.wide);
       if (stage.attention != nullptr) {
         attend(stage, caches[s / 2]);
       } else {
-        gate(stage);
+        gate(stage, step.tokens);
       }
-      multiply(work.narrow, step.tokens, stage.second, delta_out);
-      delta = delta_out;
-      residual = residual_out;
+      multiply(work.narrow, step.tokens, stage.second, delta_of(out));
     }
   }
+
+  // The last layer, in whose second half nothing but the rows to sample is wanted. Returns where these are.
+  Stream run_last_layer(const Stream& stream) const {
+    const Stage* const stages = decoder.stages + decoder.num_stages - 2;
+    const Stage &attention = stages[0], &feed_forward = stages[1];
+    enter(attention, step.tokens, delta_of(stream), residual_of(stream), residual_of(stream));
+    multiply(work.normed, step.tokens, attention.first, work.wide);
+    attend(attention, caches[decoder.num_stages / 2 - 1]);
+
+    const Stream sampled{stream.residual, stream.delta};  // exchanged: each is read no more once it is written
+    keep_samples(attention.second.weights.depth, residual_of(stream), residual_of(sampled));
+    multiply(work.wide, step.samples, attention.second, delta_of(sampled));
+
+    enter(feed_forward, step.samples, delta_of(sampled), residual_of(sampled), residual_of(sampled));
+    multiply(work.normed, step.samples, feed_forward.first, work.wide);
+    gate(feed_forward, step.samples);
+    multiply(work.narrow, step.samples, feed_forward.second, delta_of(sampled));
+    return sampled;
+  }
+
+  // Rows to sample, of `columns` in work.narrow to work.wide, and of the residual stream.
+  void keep_samples(int64_t columns, const T* residual, T* residual_out) const {
+    const int64_t hidden = decoder.hidden;
+    parallel_rows(step.samples, columns + hidden, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++) {
+        const int64_t from = step.sample_rows[r];
+        __builtin_memcpy(work.wide + r * columns, work.narrow + from * columns, columns * sizeof(T));
+        __builtin_memcpy(residual_out + r * hidden, residual + from * hidden, hidden * sizeof(T));
+      }
+    });
+  }
+
+  static T* delta_of(const Stream& stream) { return static_cast<T*>(stream.delta); }
+  static T* residual_of(const Stream& stream) { return static_cast<T*>(stream.residual); }
 };
 
 inline bool alike(const Cache& some, const Cache& other) {
@@ -216,8 +247,8 @@ int64_t forward(const Decoder& decoder, const Ends& ends, const Step& step, cons
   const Stream stream{work.work.end, work.work.end + step.tokens * decoder.hidden};
   in_one_region(threads, [&] {
     work.embed(ends, stream);
-    work.run(0, decoder.num_stages, stream, stream);
-    work.leave(ends, stream);
+    work.run(0, decoder.num_stages - 2, stream, stream);
+    work.leave(ends, work.run_last_layer(stream));
     work.multiply(work.work.normed, step.samples, ends.head, static_cast<T*>(logits));
   });
   return OK;
