@@ -3,17 +3,13 @@
 // The units multiply [16 rows, 32 columns] of bfloat16 by [16 pairs of columns, 16 rows, 2] and add to [16, 16] of float32.
 #pragma once
 
-#include "kv_formats.h"
-#include "vec.h"
+#include "pair_tiles.h"
 
 #ifdef HAVE_AMX
 
 namespace {
 
-constexpr int TILE_ROWS = 16;
-constexpr int TILE_COLUMNS = 32;  // bfloat16 ones; 16 of float32
-constexpr int TILE_BYTES = 64;    // of a row
-static_assert(LANES == TILE_ROWS, "tiles are transposed in vectors");
+constexpr int TILE_BYTES = 64;  // of a row
 
 // Instructions with tile registers: assembly, because GCC's intrinsics do not say that they read memory.
 template <int TILE>
@@ -52,34 +48,6 @@ class TileRegisters {
   ~TileRegisters() { asm volatile("tilerelease"); }
   TileRegisters(const TileRegisters&) = delete;
 };
-
-// TILE_COLUMNS of a row, of which `columns` exist, as bfloat16 that holds them exactly: a pair in each lane, then zeros.
-template <class E>
-inline Vec load_pairs_of(const E* p, int64_t columns) {
-  if (columns < TILE_COLUMNS) {
-    E row[TILE_COLUMNS] = {};
-    __builtin_memcpy(row, p, max(0, columns) * sizeof(E));
-    return load_pairs_of(row, TILE_COLUMNS);
-  }
-  if constexpr (sizeof(E) == sizeof(bf16)) {
-    Vec pairs;
-    __builtin_memcpy(&pairs, p, sizeof pairs);
-    return pairs;
-  } else {
-    const Vec low = load(p), high = load(p + LANES);
-    const Vec even = pick(low, high, [](int i) { return 2 * i; }), odd = pick(low, high, [](int i) { return 2 * i + 1; });
-    return (Vec)((VecUint)even >> 16 | (VecUint)odd);
-  }
-}
-
-// The right factor of which row i's pairs of columns are row(i).
-template <class Row>
-inline void pack_tile(bf16* to, const Row& row) {
-  Vec pairs[LANES];
-  for (int i = 0; i < TILE_ROWS; i++) pairs[i] = row(i);
-  transpose(pairs);
-  __builtin_memcpy(to, pairs, sizeof pairs);
-}
 
 }  // namespace
 

@@ -33,7 +33,7 @@ struct DecodeGroup {
   RunningSoftmax softmax[G];
 
   DecodeGroup(const ContextReader<E>& reader, int64_t dim, const Scoring& how)
-      : context(reader), head_dim(dim), scoring(how) {}
+      : context(reader), head_dim(dim), scoring(in_powers_of_two(how)) {}
 
   template <class T>
   void read_queries(const Heads& queries, int64_t token, int64_t head) {

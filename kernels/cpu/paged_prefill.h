@@ -4,6 +4,7 @@
 
 #include "parallel.h"
 #include "prefill_amx.h"
+#include "prefill_pairs.h"
 #include "prefill_tiles.h"
 #include "prefill_vectors.h"
 #include "soft_cap.h"
@@ -14,6 +15,9 @@ namespace {
 #ifdef HAVE_AMX
 template <class E>
 using PrefillProducts = AmxProducts<E>;
+#elif defined(__AVX512BF16__)
+template <class E>
+using PrefillProducts = PairProducts<E>;
 #else
 template <class E>
 using PrefillProducts = VectorProducts<E>;
@@ -31,7 +35,8 @@ struct PrefillTile {
   static constexpr int ROWS = PrefillProducts<E>::ROWS;
 
   PrefillTile(const ContextReader<E>& reader, const QueryTile& queries, int64_t dim, const Scoring& how)
-      : context(reader), tile(queries), head_dim(dim), scoring(how), products(dim, queries.rows(), how.scale) {}
+      : context(reader), tile(queries), head_dim(dim), scoring(in_powers_of_two(how)),
+        products(dim, queries.rows(), scoring.scale) {}
 
   template <class T>
   void read_queries(const Heads& all) {
@@ -46,10 +51,8 @@ struct PrefillTile {
     const int64_t fetched_at_once = ceil_div(next.count, ceil_div(tile.rows(), ROWS));
     for (int64_t r = 0, fetched = 0; r < tile.rows(); r += ROWS, fetched += fetched_at_once) {
       next.fetch(context, head_dim, fetched, fetched + fetched_at_once);
-      weigh(r, min(r + ROWS, tile.rows()), keys.begin, keys.count);
-    }
-    for (int64_t r = 0; r < tile.rows(); r += ROWS) {
       const int64_t end = min(r + ROWS, tile.rows());
+      weigh(r, end, keys.begin, keys.count);
       products.add_values(r, end, num_seen(end - 1, keys.begin, keys.count));
     }
   }
@@ -102,6 +105,8 @@ struct PrefillTile {
 
 // How a batch of sequences is cut: tiles of query tokens x kv heads (x groups of at most MAX_ROWS query heads).
 struct PrefillPlan {
+  static constexpr int64_t FEWEST_ROWS = 48, TILES_PER_THREAD = 4;
+
   const Context& context;
   const int32_t* cu_seqlens;
   int64_t kv_heads, group;
@@ -112,6 +117,11 @@ struct PrefillPlan {
     heads_at_once = min(group, MAX_ROWS);
     passes = ceil_div(group, heads_at_once);
     tokens_per_tile = MAX_ROWS / heads_at_once;
+  }
+
+  // Smaller tiles where there would not be some for each thread; no row's result depends on those beside it.
+  void share_among(int threads) {
+    while (tokens_per_tile * heads_at_once > FEWEST_ROWS && items() < TILES_PER_THREAD * threads) tokens_per_tile /= 2;
   }
 
   int64_t new_tokens(int64_t s) const { return cu_seqlens[s + 1] - cu_seqlens[s]; }
@@ -147,10 +157,11 @@ struct PrefillPlan {
 template <class T, class E>
 int64_t prefill_from(const Heads& q, const Cache& cache, const Context& context, const int32_t* cu_seqlens,
                      const Scoring& scoring, const Heads& out, int threads) {
-  const PrefillPlan plan(context, cu_seqlens, q.heads, cache.kv_heads);
+  PrefillPlan plan(context, cu_seqlens, q.heads, cache.kv_heads);
   int64_t bad = first_bad_sequence(cache, context);
   if (bad == OK) bad = plan.first_bad(q.tokens);
   if (bad != OK) return bad;
+  plan.share_among(threads);
   parallel_for(plan.items(), threads, [&](int64_t item) {
     int64_t sequence = 0, kv_head;
     for (; item >= plan.items(sequence); sequence++) item -= plan.items(sequence);

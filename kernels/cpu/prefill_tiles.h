@@ -5,7 +5,11 @@
 
 namespace {
 
-constexpr int MAX_ROWS = 96;      // query token x query head rows of a tile, which share the reading of its keys
+#ifdef __AVX512BF16__
+constexpr int MAX_ROWS = 192;  // query token x query head rows of a tile, which share the packing of its keys
+#else
+constexpr int MAX_ROWS = 96;  // which share the reading of its keys
+#endif
 constexpr int PREFILL_TILE = 64;  // keys of a tile
 
 // Query tokens [first, first + count) of one sequence, at positions `position` and after, with `group` heads from `head`.

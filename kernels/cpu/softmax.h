@@ -1,34 +1,57 @@
-// One step of the online softmax (Milakov and Gimelshein, 2018) for one row of scores.
+// One step of the online softmax (Milakov and Gimelshein, 2018) for one row of scores, in powers of two.
 #pragma once
 
+#include "ops.h"
 #include "vec.h"
 namespace {
 
-struct RunningSoftmax {
-  float peak = -__builtin_inff();
-  float total = 0.f;
+// The same weights from powers of two instead of e.
+inline Scoring in_powers_of_two(Scoring scoring) {
+  constexpr float LOG2_E = 1.44269504f;
+  scoring.scale *= LOG2_E;
+  scoring.soft_cap *= LOG2_E;
+  return scoring;
+}
 
-  // Replaces scores[0 .. count) by weights relative to the largest score so far and adds them to the total. Entries up
-  // to the next multiple of LANES must exist; they become 0. Returns the factor for what was accumulated before.
+struct RunningSoftmax {
+  Vec totals = {};  // their sum is the total
+  float peak = -__builtin_inff();
+
+  // Replaces scores[0 .. count), count > 0, by weights relative to the largest score so far and adds them to the total.
+  // Entries up to the next multiple of LANES must exist; they become 0. Returns the factor for what was accumulated
+  // before.
   float update(float* scores, int64_t count) {
     for (int64_t i = count; i % LANES; i++) scores[i] = -__builtin_inff();
-    Vec top = fill(peak);
-    for (int64_t i = 0; i < count; i += LANES) top = max(top, load(scores + i));
-    const float new_peak = largest(top);
-    Vec sums = {};
+    const float factor = raise_peak(scores, count);
+    const Vec top = fill(peak);
+    Vec sums = totals;
     for (int64_t i = 0; i < count; i += LANES) {
-      const Vec weights = exp(load(scores + i) - new_peak);
+      const Vec weights = exp2(load(scores + i) - top);
       store(scores + i, weights);
       sums += weights;
     }
-    const float factor = new_peak == peak ? 1.f : exp(fill(peak - new_peak))[0];
-    total = total * factor + sum(sums);
-    peak = new_peak;
+    totals = sums;
     return factor;
   }
 
   // What turns accumulated values into an average; 0 when there was no key.
-  float inverse() const { return total > 0.f ? 1.f / total : 0.f; }
+  float inverse() const {
+    const float total = sum(totals);
+    return total > 0.f ? 1.f / total : 0.f;
+  }
+
+ private:
+  // Seldom does a later tile have a larger score, so that looking for it across lanes is put off until one is known.
+  float raise_peak(const float* scores, int64_t count) {
+    Vec top = load(scores);
+    for (int64_t i = LANES; i < count; i += LANES) top = max(top, load(scores + i));
+    if (!any_above(top, peak)) return 1.f;
+    const float before = peak;
+    peak = largest(top);
+    const float factor = exp2(fill(before - peak))[0];
+    totals *= factor;
+    return factor;
+  }
 };
 
 }  // namespace

@@ -206,6 +206,38 @@ inline VecInt over_lanes(VecInt v, const Combine& combine) {
   return halves;
 }
 
+// Whether any lane is above `limit`.
+inline bool any_above(Vec v, float limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)(v > limit)) != 0;
+#else
+  return largest(v) > limit;
+#endif
+}
+
+// 2^x for x <= 0, to about 1 ulp, and 1 at 0: a polynomial of what x is above an integer, whose power of two goes to
+// the exponent. -inf gives exactly 0; so does all below the smallest normal result, but for AVX-512's denormal ones.
+inline Vec exp2(Vec x) {
+#if defined(__AVX512DQ__)
+  const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+  const Vec shifted = (x - 0.5f) + 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
+  const Vec f = x - (shifted - 12582912.f);
+#endif
+  Vec p = f * 1.86713026e-3f + 9.01702993e-3f;
+  p = p * f + 5.57999134e-2f;
+  p = p * f + 2.40164450e-1f;
+  p = p * f + 6.93151312e-1f;
+  p = p * f + 1.f;
+#if defined(__AVX512DQ__)
+  return (Vec)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);
+#else
+  return x < -126.f ? Vec{} : (Vec)((VecInt)p + ((VecInt)shifted << 23));
+#endif
+}
+
 // e^x for x <= 0, to about 2 ulp: x = n ln 2 + r, a polynomial of r (Moshier's Cephes), 2^n through the exponent bits.
 // 0 below the smallest normal result, so -inf gives exactly 0.
 inline Vec exp(Vec x) {

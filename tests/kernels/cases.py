@@ -23,7 +23,7 @@ Array = npt.NDArray[np.float64]
 # What one rounding to the dtype may add to float32 arithmetic: (rtol, atol).
 TOLERANCE = {torch.float32: (1e-5, 2e-6), torch.bfloat16: (2**-8, 1e-5), torch.float16: (2**-10, 1e-5)}
 
-# Attention rounds its weights to the values' dtype before the second product, as tensor cores and AMX want them.
+# Attention rounds its weights to the values' dtype before the second product, as units for bfloat16 want them.
 WEIGHT_ROUNDING = {torch.float32: 0.0, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 # Contexts around the ends of blocks, tiles and splits.

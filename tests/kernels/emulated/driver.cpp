@@ -10,15 +10,16 @@ namespace {
 
 const Ops* const BUILDS[] = {&ops_avx512, &ops_avx512bf16, &ops_amx};
 
-// One op with its inputs, as any build can run it into `out`. more_on_amx: what AMX's roundings add to the tolerance.
+// One op with its inputs, as any build can run it into `out`. more_on_bf16: what products of bfloat16 add to the
+// tolerance.
 template <class T, class Run>
-void compare(const char* what, int64_t size, float tolerance, const Run& run, float more_on_amx = 0) {
+void compare(const char* what, int64_t size, float tolerance, const Run& run, float more_on_bf16 = 0) {
   Reserve reserve;
   T *expected = reserve.get<T>(size), *actual = reserve.get<T>(size);
   run(ops_baseline, expected);
   for (const Ops* build : BUILDS) {
     run(*build, actual);
-    const float allowed = tolerance + (build == &ops_amx ? more_on_amx : 0);
+    const float allowed = tolerance + (build == &ops_avx512 ? 0 : more_on_bf16);
     report(build->isa, what, type_name<T>(), worst_error(expected, actual, size), allowed);
   }
 }
