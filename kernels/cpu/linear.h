@@ -51,7 +51,7 @@ int64_t linear(const void* x, int64_t x_stride, int64_t rows, const Weights& wei
              : weights.dtype == BFLOAT16 ? multiply_panels<X, bf16>
                                          : multiply_panels<X, float>;
 #ifdef __AVX512BF16__  // whose builds compute bfloat16 alone
-  if (weights.layout == Layout::ROWS) run = multiply_rows;
+  if (weights.dtype == BFLOAT16 && weights.layout == Layout::ROWS) run = multiply_rows;
 #endif
   run(x, x_stride, rows, weights, bias, out, threads);
   return OK;
