@@ -19,7 +19,7 @@ import torch
 
 from kernels.flat_batch import FlatBatch
 
-Forward = Callable[[FlatBatch], torch.Tensor]  # float32 logits [R, V] of the batch's sample rows
+Forward = Callable[[FlatBatch], torch.Tensor]  # logits [R, V] of the batch's sample rows
 Progress = Callable[[list[int]], Iterable[int]]  # yields the same buckets and shows how many are done
 
 PADDING_SLOT = -1
@@ -133,7 +133,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> torch.Tensor:
-        """float32 logits [R, V] of the batch's sample rows. batch: on the host, one that `take` accepts."""
+        """Logits [R, V] of the batch's sample rows. batch: on the host, one that `take` accepts."""
         rows = self._buckets[bisect_left(self._buckets, batch.num_decodes)]
         self._inputs.fill(batch, rows)
         graph = self._graphs[rows]

@@ -7,7 +7,8 @@ engine/families.py says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from engine.model_config import ModelConfig, read_config
 from engine.shard import WHOLE
 from engine.tensor_parallel.exchange import ALONE, Exchange
 from engine.weights import TORCH_DTYPES, ModelWeights, load_weights
-from kernels.decoder import Decoder, ExpertsStage, embed, forward, project, run_stages
+from kernels.decoder import Decoder, ExpertsStage, embed, prepared, project, run_stages
 from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
 from kernels.linear import prefers_panels
@@ -63,20 +64,27 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, kv: Sequence[PagedKV]) -> torch.Tensor:
-        """Writes the tokens' KV into `kv`, one cache a layer; returns float32 logits [R, V].
+        """Writes the tokens' KV into `kv`, one cache a layer; returns logits [R, V], float32 or what it computes in.
 
         Of several ranks each passes the caches of its own heads, and the first one's logits are whole.
         """
-        self._exchange.announce(batch)
+        return self.prepared(batch, kv)()
+
+    def prepared(self, batch: FlatBatch, kv: Sequence[PagedKV]) -> Callable[[], torch.Tensor]:
+        """`forward` of a batch in memory that is used again: each call computes what the batch's tensors then hold.
+
+        Logits are valid until the next call.
+        """
         if self._exchange.shard == WHOLE:
-            logits = forward(self._decoder, self._ends, batch, kv)
+            step = prepared(self._decoder, self._ends, batch, kv)
         else:
-            logits = self._forward_in_parts(batch, kv)
-        logits = logits.float()
-        return logits if self._logit_soft_cap is None else (logits / self._logit_soft_cap).tanh() * self._logit_soft_cap
+            step = partial(self._forward_in_parts, batch, kv)
+        cap = self._logit_soft_cap
+        return step if cap is None else lambda: (step().float() / cap).tanh() * cap
 
     def _forward_in_parts(self, batch: FlatBatch, kv: Sequence[PagedKV]) -> torch.Tensor:
         """[R, V] on the first rank: stage by stage, with a sum over the ranks behind each."""
+        self._exchange.announce(batch)
         residual = embed(self._ends, batch.token_ids)
         delta = torch.zeros_like(residual)
         for stage in range(len(self._decoder.stages)):

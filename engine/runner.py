@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from engine.batch import Batch, ModelInfo, ScheduledSequence
 from engine.checkpoint import model_info
 from engine.decode_graphs import Capture, DecodeGraphs
-from engine.decode_rows import DecodeRows, only_decodes
+from engine.decode_rows import DecodeSteps, Step, only_decodes
 from engine.device import capture_progress, device_capture, uploaded
 from engine.kv_cache import kv_cache
 from engine.model import Model
@@ -50,7 +51,7 @@ class TorchRunner:
     ) -> None:
         self._model_info = model_info(model_dir, dtype, kv_dtype=kv_dtype, quantization=quantization)
         self._block_size = block_size
-        self._decode_rows = DecodeRows(block_size)
+        self._decode_steps = DecodeSteps(block_size, self._prepared, self._model_info.eos_token_ids)
         self._num_threads = num_threads
         self._kv = kv_cache(kv_memory, self._model_info, block_size)
         torch.set_num_threads(num_threads)
@@ -71,8 +72,7 @@ class TorchRunner:
         if not batch.sequences:
             return []
         if only_decodes(batch.sequences):
-            logits = self._logits(self._decode_rows.batch(batch.sequences))
-            return [(token,) for token in sample(logits, batch.sequences, self._model_info.eos_token_ids)]
+            return [(token,) for token in self._decode_steps.tokens(batch.sequences)]
         decodes_first = sorted(range(len(batch.sequences)), key=lambda i: len(batch.sequences[i].token_ids) > 1)
         ordered = [batch.sequences[i] for i in decodes_first]
         logits = self._logits(flatten(ordered, self._block_size))
@@ -84,8 +84,14 @@ class TorchRunner:
                 results[i] = verified(s.draft_ids, tuple(islice(drawn, 1 + len(s.draft_ids))))
         return results
 
+    def _prepared(self, batch: FlatBatch) -> Step:
+        """Of a batch on the host. On a GPU what is prepared is a graph, over memory of its own."""
+        if self._device.type == "cpu" and self._graphs is None:
+            return self._torch_model.prepared(batch, self._caches)
+        return partial(self._logits, batch)
+
     def _logits(self, batch: FlatBatch) -> torch.Tensor:
-        """float32 [R, V] on the device. batch: on the host."""
+        """[R, V] on the device. batch: on the host."""
         if self._graphs is not None and self._graphs.take(batch):
             return self._graphs.forward(batch)
         return self._forward(uploaded(batch, self._device))

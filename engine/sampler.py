@@ -17,7 +17,7 @@ import torch
 
 from engine.sequence import Logprob, SampledToken, SamplingParams
 from engine.stopping import suppressed_ids
-from kernels.sampling import add_bias, apply_penalties, ban, greedy
+from kernels.sampling import add_bias, apply_penalties, ban, greedy, prepared_greedy
 from kernels.sampling import sample as draw_filtered
 from kernels.uniform import uniform
 
@@ -45,27 +45,40 @@ class SampleRow:
 
 
 def sample(logits: torch.Tensor, rows: Seq[Row], eos_token_ids: frozenset[int]) -> list[SampledToken]:
-    """One token a row. logits: float32 [B, V], left as they are. Temperature 0, or near it, is greedy.
+    """One token a row. logits: float32 or bfloat16 [B, V], left as they are. Temperature 0, or near it, is greedy.
 
     Before a row's `min_tokens` neither its stop ids nor `eos_token_ids` can be drawn. Raises IndexError for a logit
     bias or stop id outside the vocabulary.
     """
-    shaped = _shaped(logits, rows, eos_token_ids)
-    random = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-    if len(random) == len(rows):
-        tokens = _drawn(shaped, rows)
-    else:
-        tokens = greedy(shaped)
-        if random:
-            tokens[random] = _drawn(shaped[random], [rows[i] for i in random])
-    return _with_logprobs(logits, tokens, rows)
+    return Sampler(logits, eos_token_ids).sample(rows)
+
+
+class Sampler:
+    """`sample` for logits in memory that is used again: each call looks at what they then are."""
+
+    def __init__(self, logits: torch.Tensor, eos_token_ids: frozenset[int]) -> None:
+        self.logits = logits
+        self._eos_token_ids = eos_token_ids
+        self._greedy = prepared_greedy(logits)
+
+    def sample(self, rows: Seq[Row]) -> list[SampledToken]:
+        if all(map(_is_plain, rows)):
+            return list(map(SampledToken, self._greedy()))
+        tokens = _chosen(_shaped(self.logits, rows, self._eos_token_ids), rows)
+        return _with_logprobs(self.logits, tokens, rows)
+
+
+def _is_plain(row: Row) -> bool:
+    """Whether it takes the arg-max of the raw logits and wants nothing else."""
+    params = row.params
+    return params.temperature < GREEDY_BELOW and params.num_logprobs is None and not _shapes_logits(row)
 
 
 def _shaped(logits: torch.Tensor, rows: Seq[Row], eos_token_ids: frozenset[int]) -> torch.Tensor:
-    """`logits` itself when no row changes them, else a copy with penalties, bias and bans applied."""
+    """`logits` itself when no row changes them, else a float32 copy with penalties, bias and bans applied."""
     if not any(map(_shapes_logits, rows)):
         return logits
-    shaped = logits.clone()
+    shaped = logits.to(torch.float32, copy=True)
     params = [row.params for row in rows]
     apply_penalties(
         shaped,
@@ -92,24 +105,38 @@ def _shapes_logits(row: Row) -> bool:
     )
 
 
-def _drawn(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
-    """int64 [B]. logits: float32 [B, V]; no row's temperature is near 0."""
+def _chosen(logits: torch.Tensor, rows: Seq[Row]) -> list[int]:
+    """logits: [B, V], to which nothing is to be done any more but what a draw does."""
+    random = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
+    if len(random) == len(rows):
+        return _drawn(logits, rows)
+    tokens = greedy(logits)
+    if random:
+        drawn = _drawn(logits[random], [rows[i] for i in random])
+        for i, token in zip(random, drawn, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _drawn(logits: torch.Tensor, rows: Seq[Row]) -> list[int]:
+    """logits: [B, V]; no row's temperature is near 0."""
     params = [row.params for row in rows]
-    return draw_filtered(
+    drawn: list[int] = draw_filtered(
         logits,
         [p.temperature for p in params],
         [p.top_k for p in params],
         [p.top_p for p in params],
         [p.min_p for p in params],
         [uniform(row.params.seed, len(row.output_ids)) for row in rows],
-    )
+    ).tolist()
+    return drawn
 
 
-def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: Seq[Row]) -> list[SampledToken]:
-    sampled = [SampledToken(token) for token in tokens.tolist()]
+def _with_logprobs(logits: torch.Tensor, tokens: list[int], rows: Seq[Row]) -> list[SampledToken]:
+    sampled = [SampledToken(token) for token in tokens]
     for i, row in enumerate(rows):
         if (count := row.params.num_logprobs) is not None:
-            sampled[i] = _with_logprob(torch.log_softmax(logits[i], dim=-1), sampled[i].token_id, count)
+            sampled[i] = _with_logprob(torch.log_softmax(logits[i].float(), dim=-1), sampled[i].token_id, count)
     return sampled
 
 

@@ -7,7 +7,7 @@ sums the ranks' deltas there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -201,14 +201,30 @@ def forward(
 
     Gives what `embed`, `run_stages` and `project` give one after the other, to the bit. Raises as they do.
     """
+    return prepared(decoder, ends, batch, caches, backend=backend)()
+
+
+def prepared(
+    decoder: Decoder, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], *, backend: Backend | None = None
+) -> Callable[[], torch.Tensor]:
+    """`forward` of a batch in memory that is used again: each call computes what the batch's tensors then hold.
+
+    The logits are the same tensor each time. Checked and described once: between two steps that have emptied the caches
+    of the interpreter, that takes longer than calling. The number of threads is torch's of now.
+    """
     check_shape("norm", ends.norm, (decoder.hidden_size,))
     check_dtype("norm", ends.norm, decoder.dtype)
     _check_caches(decoder, caches)
     if backend is None and ends.norm.is_cuda:
         backend = "reference"
     logits = ends.norm.new_empty((batch.sample_rows.shape[0], ends.head.rows))
-    implementation("decoder", "forward", ends.norm, backend)(decoder, ends, batch, caches, logits)
-    return logits
+    step = implementation("decoder", "prepared", ends.norm, backend)(decoder, ends, batch, caches, logits)
+
+    def compute() -> torch.Tensor:
+        step()
+        return logits
+
+    return compute
 
 
 def run_stages(

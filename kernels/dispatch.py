@@ -1,7 +1,8 @@
 """Chooses who computes an op: the reference, our C++ on CPUs, or Triton on GPUs.
 
-Each implementation is a function `<backend>/<module>.py:<op>` that fills outputs which the public op allocated. Modules
-load on first use, so importing `kernels` on a machine without Triton or a compiler costs and breaks nothing.
+Each implementation is a function `<backend>/<module>.py:<op>` that fills outputs which the public op allocated, or
+prepares one that will. Modules load on first use, so importing `kernels` on a machine without Triton or a compiler
+costs and breaks nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -29,7 +30,7 @@ def implementation(
     backend: Backend | None,
     *,
     cpu_dtypes: tuple[torch.dtype, ...] = CPU_DTYPES,
-) -> Callable[..., None]:
+) -> Callable[..., Any]:
     """The function that computes `op` for `tensor`'s device and dtype; `backend` overrides the choice.
 
     cpu_dtypes: what the op's C++ takes, for an op that computes with other dtypes than most.
@@ -75,6 +76,6 @@ def _cpu_library_loads() -> bool:
 
 
 @functools.cache
-def _load(backend: Backend, module: str, op: str) -> Callable[..., None]:
-    function: Callable[..., None] = getattr(importlib.import_module(f"kernels.{backend}.{module}"), op)
+def _load(backend: Backend, module: str, op: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(f"kernels.{backend}.{module}"), op)
     return function

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,16 +21,19 @@ from kernels.checks import check_dtype, check_rows, check_shape
 from kernels.dispatch import Backend, implementation
 
 
-def greedy(logits: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
-    """The most likely token of each row, the lowest id among equals. logits: float32 [B, V], V > 0. Returns int64 [B].
+def greedy(logits: torch.Tensor, *, backend: Backend | None = None) -> list[int]:
+    """The most likely token of each row, the lowest id among equals. logits: float32 or bfloat16 [B, V], V > 0.
 
     Raises ValueError or TypeError for shapes and dtypes.
     """
-    _check_batch(logits)
-    check_rows("logits", logits)
-    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    _implementation("greedy", logits, backend)(logits, out)
-    return out
+    return prepared_greedy(logits, backend=backend)()
+
+
+def prepared_greedy(logits: torch.Tensor, *, backend: Backend | None = None) -> Callable[[], list[int]]:
+    """`greedy` of memory that is used again: each call looks at what `logits` then holds. Checked once, like a step."""
+    _check_logits(logits)
+    prepare: Callable[[torch.Tensor], Callable[[], list[int]]] = _implementation("prepared_greedy", logits, backend)
+    return prepare(logits)
 
 
 def apply_penalties(
@@ -122,13 +126,13 @@ def sample(
 ) -> torch.Tensor:
     """Divides by the temperatures (above 0), filters as `filter_logits`, draws as `draw`. Returns int64 [B].
 
-    logits: float32 [B, V], V > 0, left as they are; quotients that are not finite count as the most extreme number, so
-    that any parameters give a token. Implementations may differ where a sum is within float32 rounding of its bound.
-    Raises ValueError for a batch size or a number outside its range.
+    logits: float32 or bfloat16 [B, V], V > 0, left as they are; quotients that are not finite count as the most extreme
+    number, so that any parameters give a token. Implementations may differ where a sum is within float32 rounding of
+    its bound. Raises ValueError for a batch size or a number outside its range.
     """
-    _check_batch(logits, temperature, top_k, top_p, min_p, uniforms)
+    _check_logits(logits)
+    _check_entries(logits, temperature, top_k, top_p, min_p, uniforms)
     _check_ranges(top_k, top_p, min_p)
-    check_rows("logits", logits)
     _check_uniforms(uniforms)
     if not all(number > 0.0 for number in temperature):
         raise ValueError(f"temperature is {list(temperature)}, expected numbers above 0")
@@ -138,7 +142,7 @@ def sample(
     return out
 
 
-def _implementation(op: str, logits: torch.Tensor, backend: Backend | None) -> Callable[..., None]:
+def _implementation(op: str, logits: torch.Tensor, backend: Backend | None) -> Callable[..., Any]:
     """On GPUs the reference of these two ops, which torch and the other ops compute there."""
     if backend == "triton":
         raise ValueError(f"backend='triton' has no {op}: on GPUs torch and the ops that it consists of compute")
@@ -166,9 +170,20 @@ def _indices(ids: Collection[int], row_logits: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(ids), dtype=torch.int64, device=row_logits.device)
 
 
+def _check_logits(logits: torch.Tensor) -> None:
+    check_shape("logits", logits, (None, None))
+    check_rows("logits", logits)
+    if logits.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"logits has dtype {logits.dtype}, expected torch.float32 or torch.bfloat16")
+
+
 def _check_batch(logits: torch.Tensor, *per_row: Sequence[object]) -> None:
     check_shape("logits", logits, (None, None))
     check_dtype("logits", logits, torch.float32)
+    _check_entries(logits, *per_row)
+
+
+def _check_entries(logits: torch.Tensor, *per_row: Sequence[object]) -> None:
     for values in per_row:
         if len(values) != logits.shape[0]:
             raise ValueError(f"got {len(values)} entries for {logits.shape[0]} rows of logits")

@@ -1,8 +1,8 @@
 """What this machine can do at best, measured beside the servers: `python -m bench.engine.limits --threads 2`, a Worker.
 
 read_s: the time to read as many bytes as the default model's linears and head have in bfloat16 (the fastest of some
-sums over them: other work may slow one). matmul_flops: of torch on a prefill's shape, in bfloat16 where the processor
-multiplies it in tiles (AMX), else in float32, which is then what is computed in.
+sums over them: other work may slow one). matmul_flops: of torch on a prefill's shape, in the dtype that `auto` gives on
+this machine, which is what our server computes in.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.arguments import positive
 from bench.engine.worker import answer_lines
+from engine.checkpoint import resolve_dtype
+from engine.weights import TORCH_DTYPES
 
 READ_BYTES = 269_000_000
 ROWS, COLUMNS, DEPTH = 1024, 1536, 576
 REPEATS = 7
-
-
-def matmul_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> torch.dtype:
-    return torch.bfloat16 if "amx_bf16" in cpuinfo.read_text().split() else torch.float32
 
 
 def best_s(work: Callable[[], object]) -> float:
@@ -41,8 +38,8 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, required=True)
     torch.set_num_threads(parser.parse_args().threads)
     words = torch.ones(READ_BYTES // 4)
-    x = torch.randn(ROWS, DEPTH, dtype=matmul_dtype())
-    weights = torch.randn(COLUMNS, DEPTH, dtype=matmul_dtype())
+    dtype = TORCH_DTYPES[resolve_dtype("auto")]
+    x, weights = torch.randn(ROWS, DEPTH, dtype=dtype), torch.randn(COLUMNS, DEPTH, dtype=dtype)
     flops = 2.0 * ROWS * COLUMNS * DEPTH
 
     def measure(_request: dict[str, Any]) -> dict[str, float]:

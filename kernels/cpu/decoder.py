@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from weakref import WeakKeyDictionary
 
 import torch
 
 import kernels.cpu.library as c
-from kernels.cpu.library import library
+from kernels.cpu.library import PreparedCall, library
 from kernels.cpu.linear import runs_in_cpp, weights_struct
 from kernels.decoder import Activation, AttentionStage, Decoder, Ends, ExpertsStage, MlpStage, Stage
 from kernels.flat_batch import FlatBatch
@@ -45,12 +46,21 @@ def run_stages(
         delta, residual = new_delta, new_residual
 
 
-def forward(decoder: Decoder, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor) -> None:
-    """Fills logits [R, words of the head]; op by op where any part is nothing for the C++."""
+def prepared(
+    decoder: Decoder, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor
+) -> Callable[[], None]:
+    """What it returns fills logits [R, words of the head]; op by op where any part is nothing for the C++."""
+    op_by_op = partial(reference.forward, decoder, ends, batch, caches, logits)
     described = _description_of(decoder)
-    in_cpp = described.takes_all and _ends_in_cpp(ends, logits)
-    if not in_cpp or not described.forward(ends, batch, caches, logits):
-        reference.forward(decoder, ends, batch, caches, logits)  # which also says what was wrong with a batch
+    if not described.takes_all or not _ends_in_cpp(ends, logits):
+        return op_by_op
+    in_cpp = described.forward(ends, batch, caches, logits)
+
+    def compute() -> None:
+        if in_cpp() != c.OK:
+            op_by_op()  # which also says what was wrong with a batch that was refused
+
+    return compute
 
 
 class _Description:
@@ -84,19 +94,20 @@ class _Description:
         runs = [(in_cpp, list(stages)) for in_cpp, stages in groups]
         return [(in_cpp, stages[0], stages[-1] + 1) for in_cpp, stages in runs]
 
-    def forward(self, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor) -> bool:
-        """False: something leaves its table, and nothing was written."""
-        done: int = library().forward(
+    def forward(self, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor) -> PreparedCall:
+        """Not OK: something leaves its table, and nothing was written."""
+        workspace = self._grown_workspace(batch.num_tokens)
+        arguments = (
             self._dtype_code,
             self._decoder,
             _ends_struct(ends),
             _step(batch),
             self._described_caches(caches),
             logits.data_ptr(),
-            self._grown_workspace(batch.num_tokens).data_ptr(),
+            workspace.data_ptr(),
             torch.get_num_threads(),
         )
-        return done == c.OK
+        return PreparedCall(library().forward, arguments, (batch, caches, logits, workspace))
 
     def run(
         self,

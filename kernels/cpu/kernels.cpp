@@ -47,5 +47,5 @@ const Ops JOIN(ops_, ISA) = {
     BY_TYPE(run_stages),
     BY_TYPE(forward),
     copy_rows,
-    sample,
+    BY_TYPE(sample),
 };

@@ -210,7 +210,7 @@ class _Ops(ctypes.Structure):
                 *(_POINTER, _POINTER, _INT64, _INT32),
             ),
         ),
-        ("sample", _op(_POINTER, _INT64, _INT64, _INT64, ctypes.POINTER(Draw), _POINTER, _POINTER, _INT32)),
+        ("sample", _op(_INT32, _POINTER, _INT64, _INT64, _INT64, ctypes.POINTER(Draw), _POINTER, _POINTER, _INT32)),
     )
 
 
@@ -231,6 +231,18 @@ class Library:
     forward: Callable[..., int]
     copy_rows: Callable[..., int]
     sample: Callable[..., int]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """An op's call to make as often as wanted; `owners` keep the memory that its arguments point to."""
+
+    op: Callable[..., int]
+    arguments: tuple[object, ...]
+    owners: tuple[object, ...]
+
+    def __call__(self) -> int:
+        return self.op(*self.arguments)
 
 
 @functools.cache

@@ -183,7 +183,7 @@ struct Ops {
                        int64_t row_bytes, const int64_t* source_rows, const int64_t* target_rows, int64_t rows,
                        int threads);
   // draws: one a row, or null: all greedy. scratch: [rows, vocab], or null when all are greedy.
-  int64_t (*sample)(const float* logits, int64_t row_stride, int64_t rows, int64_t vocab, const Draw* draws,
+  int64_t (*sample)(DType, const void* logits, int64_t row_stride, int64_t rows, int64_t vocab, const Draw* draws,
                     uint64_t* scratch, int64_t* tokens, int threads);
 };
 

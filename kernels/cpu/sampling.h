@@ -55,14 +55,16 @@ struct Heap {
 };
 
 // One row's logits by the temperature, what is no number made so: any parameter gives a token.
+template <class T>
 struct ScaledRow {
-  const float* logits;
+  const T* logits;
   int64_t vocab;
   float temperature;
 
   // Elements i .. i + n; the other lanes are -inf.
   Vec at(int64_t i, int64_t n) const {
-    const Vec v = load_some(logits + i, n) / temperature, nothing = fill(-__builtin_inff());
+    const Vec logit = load_some(logits + i, n), v = temperature == 1.f ? logit : logit / temperature;
+    const Vec nothing = fill(-__builtin_inff());
     const Vec finite = v <= __FLT_MAX__ ? v : (v == v ? fill(__FLT_MAX__) : nothing);
     if (n == LANES) return finite;
     float lanes[LANES];
@@ -75,6 +77,24 @@ struct ScaledRow {
     Vec most = fill(-__builtin_inff());
     for_vectors(vocab, [&](int64_t i, int64_t n) { most = max(most, at(i, n)); });
     return largest(most);
+  }
+
+  // The first of the tokens whose logit is the largest; 0 when none is above -inf.
+  int64_t first() const {
+    Vec most = fill(-__builtin_inff());
+    VecInt ids = {}, here = {};
+    for (int lane = 0; lane < LANES; lane++) here[lane] = lane;
+    for_vectors(vocab, [&](int64_t i, int64_t n) {
+      const Vec v = at(i, n);
+      ids = v > most ? here : ids;
+      most = max(v, most);
+      here += LANES;
+    });
+    const float peak = largest(most);
+    int64_t token = vocab;
+    for (int64_t lane = 0; lane < LANES; lane++)
+      if (most[lane] == peak) token = min(token, ids[lane]);
+    return token;
   }
 
   // Of all tokens, relative to the first one's probability.
@@ -99,16 +119,6 @@ struct ScaledRow {
   }
 };
 
-// The first token, whose logit is `peak`.
-inline int64_t first_of(const ScaledRow& row, float peak) {
-  int64_t token = 0;
-  row.for_each_from(peak, peak, [&](int64_t id, float, float) {
-    token = id;
-    return true;
-  });
-  return token;
-}
-
 // The largest power of two up to x as a logarithm, a little less than ln(x).
 inline float log_below(double x) {
   int64_t bits;
@@ -116,8 +126,9 @@ inline float log_below(double x) {
   return static_cast<float>((bits >> 52) - 1023) * 0.693147f - 0.001f;
 }
 
+template <class T>
 struct Sampler {
-  ScaledRow row;
+  ScaledRow<T> row;
   Draw how;
   uint64_t* scratch;  // [vocab]
   float peak;
@@ -216,15 +227,14 @@ struct Sampler {
   }
 };
 
-// draws: one a row, or null: all greedy. scratch: [rows, vocab], or null when all are greedy.
-inline int64_t sample(const float* logits, int64_t row_stride, int64_t rows, int64_t vocab, const Draw* draws,
-                      uint64_t* scratch, int64_t* tokens, int threads) {
+template <class T>
+int64_t sample(const void* logits, int64_t row_stride, int64_t rows, int64_t vocab, const Draw* draws,
+               uint64_t* scratch, int64_t* tokens, int threads) {
   parallel_for(rows, threads, [&](int64_t r) {
-    const bool greedy = draws == nullptr;
-    const ScaledRow row{logits + r * row_stride, vocab, greedy ? 1.f : draws[r].temperature};
-    const float peak = row.peak();
-    const bool certain = greedy || peak == -__builtin_inff();
-    tokens[r] = certain ? first_of(row, peak) : Sampler{row, draws[r], scratch + r * vocab, peak}.draw();
+    const ScaledRow<T> row{static_cast<const T*>(logits) + r * row_stride, vocab, draws ? draws[r].temperature : 1.f};
+    const float peak = draws ? row.peak() : -__builtin_inff();
+    const bool certain = peak == -__builtin_inff();
+    tokens[r] = certain ? row.first() : Sampler<T>{row, draws[r], scratch + r * vocab, peak}.draw();
   });
   return OK;
 }

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.cpu.library import Draw, library
+from kernels.cpu.library import Draw, PreparedCall, dtype_code, library
 from kernels.reference import sampling as reference
 
 filter_logits = reference.filter_logits
 draw = reference.draw
 
 
-def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
-    """Fills out int64 [B]."""
-    library().sample(
-        logits.data_ptr(), logits.stride(0), *logits.shape, None, None, out.data_ptr(), torch.get_num_threads()
-    )
+def prepared_greedy(logits: torch.Tensor) -> Callable[[], list[int]]:
+    """What it returns gives B token ids."""
+    token_ids = (ctypes.c_int64 * logits.shape[0])()
+    arguments = (*_rows_of(logits), None, None, ctypes.addressof(token_ids), torch.get_num_threads())
+    call = PreparedCall(library().sample, arguments, owners=(logits,))
+
+    def compute() -> list[int]:
+        call()
+        return list(token_ids)
+
+    return compute
 
 
 def sample(
@@ -34,12 +41,9 @@ def sample(
     gaps = [math.log(p) if p > 0.0 else -math.inf for p in min_p]
     draws = (Draw * len(gaps))(*map(Draw, temperature, top_k, top_p, gaps, uniforms))
     scratch = torch.empty(logits.shape, dtype=torch.int64)  # of which few pages are touched
-    library().sample(
-        logits.data_ptr(),
-        logits.stride(0),
-        *logits.shape,
-        draws,
-        scratch.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+    library().sample(*_rows_of(logits), draws, scratch.data_ptr(), out.data_ptr(), torch.get_num_threads())
+
+
+def _rows_of(logits: torch.Tensor) -> tuple[int, ...]:
+    """The arguments that say where rows of logits lie."""
+    return dtype_code(logits), logits.data_ptr(), logits.stride(0), *logits.shape

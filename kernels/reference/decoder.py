@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -30,6 +31,13 @@ from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.rope import rope
 
 _GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_mul}
+
+
+def prepared(
+    decoder: Decoder, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor
+) -> Callable[[], None]:
+    """What it returns fills logits [R, words of the head]."""
+    return partial(forward, decoder, ends, batch, caches, logits)
 
 
 def forward(decoder: Decoder, ends: Ends, batch: FlatBatch, caches: Sequence[PagedKV], logits: torch.Tensor) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from kernels import sampling as ops
 
 
-def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
-    """Fills out int64 [B]."""
-    torch.argmax(logits, dim=-1, out=out)
+def prepared_greedy(logits: torch.Tensor) -> Callable[[], list[int]]:
+    """What it returns gives B token ids."""
+
+    def compute() -> list[int]:
+        token_ids: list[int] = torch.argmax(logits, dim=-1).tolist()
+        return token_ids
+
+    return compute
 
 
 def sample(
@@ -24,7 +29,7 @@ def sample(
     out: torch.Tensor,
 ) -> None:
     """Fills out int64 [B]. The steps choose their own implementations, so GPUs run this too."""
-    logits = logits / torch.tensor(temperature, dtype=logits.dtype, device=logits.device)[:, None]
+    logits = logits.float() / torch.tensor(temperature, dtype=torch.float32, device=logits.device)[:, None]
     logits.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf)
     ops.filter_logits(logits, top_k, top_p, min_p)
     out.copy_(ops.draw(torch.softmax(logits, dim=-1), uniforms))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledSequence
-from engine.decode_rows import TABLE_STEP, DecodeRows, only_decodes
+from engine.decode_rows import TABLE_STEP, DecodeRows, DecodeSteps, Step, only_decodes
 from engine.runner import flatten
 from engine.sequence import SamplingParams
 from kernels.flat_batch import FlatBatch
@@ -19,7 +19,7 @@ BLOCK_SIZE = 4
 
 
 def decode(token_id: int, start: int, table: tuple[int, ...]) -> ScheduledSequence:
-    return ScheduledSequence("s", (token_id,), start, table, True, SamplingParams(), (), ())
+    return ScheduledSequence("s", (token_id,), start, table, True, SamplingParams(temperature=0.0), (), ())
 
 
 @st.composite
@@ -58,6 +58,26 @@ def test_a_table_that_grows_or_changes_is_copied() -> None:
     rows = DecodeRows(BLOCK_SIZE)
     for table in ((7,), (7, 9), (5, 9), (5,), tuple(range(TABLE_STEP + 1))):
         assert tuple(rows.batch([decode(1, 0, table)]).decode_block_tables[0, : len(table)].tolist()) == table
+
+
+def test_a_step_is_prepared_once_for_a_number_of_rows() -> None:
+    """Logits that make each sequence's next token the one after its last."""
+    prepared: list[int] = []
+
+    def prepare(batch: FlatBatch) -> Step:
+        prepared.append(batch.num_tokens)
+        logits = torch.zeros(batch.num_tokens, 10)
+
+        def compute() -> torch.Tensor:
+            return logits.zero_().scatter_(1, batch.token_ids[:, None] + 1, 1.0)
+
+        return compute
+
+    steps = DecodeSteps(BLOCK_SIZE, prepare, frozenset())
+    for token_ids in ((1, 2), (3, 8), (4,), (5,), (6, 7)):
+        drawn = steps.tokens([decode(token_id, 2, (7,)) for token_id in token_ids])
+        assert [token.token_id for token in drawn] == [token_id + 1 for token_id in token_ids]
+    assert prepared == [2, 1, 2]
 
 
 @pytest.mark.parametrize("change", [{"token_ids": (1, 2)}, {"sample": False}, {"draft_ids": (5,)}])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from kernels.decoder import (
     MlpWeights,
     Stage,
     forward,
+    prepared,
     run_stages,
 )
 from kernels.flat_batch import FlatBatch
@@ -338,6 +339,23 @@ def test_a_whole_step_samples_a_row_as_often_as_it_is_asked_for() -> None:
     once = forward(decoder, ends, batch, caches := make_caches(shape))
     thrice = forward(decoder, ends, replace(batch, sample_rows=torch.tensor([1, 0, 1])), caches)
     assert torch.equal(thrice, once[[1, 0, 1]])
+
+
+@every_cpu
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_prepared_step_computes_what_its_batch_then_holds(implementation: str, experts: bool) -> None:
+    shape = Shape(experts=experts)
+    decoder, ends, caches = make_decoder(shape), make_ends(shape), make_caches(shape)
+    batch, other, longer = make_batch((5, 9), ()), make_batch((8, 12), ()), make_batch((6,), ((30, 30),))
+    with using(implementation) as backend:
+        step = prepared(decoder, ends, batch, caches, backend=backend)
+        for then in (batch, other):
+            for field in fields(FlatBatch):
+                getattr(batch, field.name).copy_(getattr(then, field.name))
+            expected = forward(decoder, ends, then, copied(caches), backend=backend)
+            assert torch.equal(step(), expected)
+            forward(decoder, ends, longer, copied(caches), backend=backend)  # in more memory than the step has
+        assert step() is step()
 
 
 def test_ends_refuse_what_does_not_fit() -> None:

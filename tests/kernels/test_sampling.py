@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.sampling import add_bias, apply_penalties, ban, draw, filter_logits, greedy, sample
+from kernels.sampling import add_bias, apply_penalties, ban, draw, filter_logits, greedy, prepared_greedy, sample
 from tests.kernels.backends import every_backend, using
 
 VOCAB = 40
@@ -57,7 +57,7 @@ def test_filters_keep_what_their_definition_keeps(row: list[float], top_k: int, 
     if margin > 1e-9:
         assert kept == {token for token in expected if row[token] > -math.inf}
     assert all(logits[0, token] == before[0, token] for token in kept)
-    assert int(greedy(before[:1])) in kept
+    assert greedy(before[:1])[0] in kept
 
 
 def drawn_by_definition(
@@ -117,6 +117,33 @@ def test_sample_from_a_large_vocabulary(implementation: str, filters: tuple[int,
 
 
 @every_backend
+def test_bfloat16_is_drawn_from_as_its_float32(implementation: str) -> None:
+    logits = torch.randn(8, 1003, generator=torch.Generator().manual_seed(2)).bfloat16()  # with many ties
+    logits[0] = -math.inf
+    logits[1] = math.nan
+    how = [0.8] * 8, [0, 0, 0, 7, 0, 50, 1, 0], [1.0, 1.0, 0.9] * 2 + [1.0, 1.0], [0.0] * 7 + [0.1], [0.3] * 8
+    with using(implementation) as backend:
+        assert torch.equal(sample(logits, *how, backend=backend), sample(logits.float(), *how, backend=backend))
+        assert greedy(logits, backend=backend) == greedy(logits.float(), backend=backend)
+
+
+@every_backend
+def test_prepared_greedy_looks_at_what_the_memory_then_holds(implementation: str) -> None:
+    logits = torch.zeros(2, 1003)
+    with using(implementation) as backend:
+        choose = prepared_greedy(logits, backend=backend)
+        assert choose() == [0, 0]
+        logits[0, 1002], logits[1, 17] = 1.0, -1.0
+        assert choose() == [1002, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_refuses_other_logits(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=r"expected torch\.float32 or torch\.bfloat16"):
+        greedy(torch.zeros(1, 5, dtype=dtype))
+
+
+@every_backend
 def test_sample_survives_extreme_parameters(implementation: str) -> None:
     """Logits that the temperature makes infinite, infinite ones, and ones that are no numbers."""
     logits = torch.tensor([[1.0, 3e38, -3e38], [1.0, math.inf, 2.0], [math.nan, 1.0, -math.inf]])
@@ -152,7 +179,7 @@ def test_parameters_outside_their_ranges_are_named(
 def test_greedy_takes_the_first_of_equals() -> None:
     logits = torch.zeros(2, 49_152)
     logits[0, [40_000, 12, 31_000]] = 1.0
-    assert greedy(logits).tolist() == [12, 0]
+    assert greedy(logits) == [12, 0]
 
 
 @given(

@@ -247,19 +247,21 @@ void attentions() {
   attention<T>({80, 1, 18, CacheFormat::AS_COMPUTED, INT64_MAX, 10});
 }
 
+template <class T>
 void sampling() {
   Reserve reserve;
   const int64_t rows = 6, vocab = 1003;
-  const float* logits = random<float>(reserve, rows * vocab);
+  const T* logits = random<T>(reserve, rows * vocab);
   const double infinity = __builtin_inf();
   const Draw draws[rows] = {{0, 0, 1, -infinity, 0},      {1, 0, 1, -infinity, 0.7},   {0.5f, 40, 1, -infinity, 0.2},
                             {1, 0, 0.9, -infinity, 0.99}, {2, 7, 0.5, -infinity, 0.4}, {1, 0, 1, -1.5, 0.5}};
   auto* scratch = reserve.get<uint64_t>(rows * vocab);
-  compare<int64_t>("sample", rows, 0, [&](const Ops& ops, int64_t* out) {
-    ops.sample(logits, vocab, rows, vocab, draws, scratch, out, 1);
+  constexpr bool narrow = sizeof(T) == 2;
+  compare<int64_t>(narrow ? "sample bfloat16" : "sample", rows, 0, [&](const Ops& ops, int64_t* out) {
+    ops.sample(type_of<T>(), logits, vocab, rows, vocab, draws, scratch, out, 1);
   });
-  compare<int64_t>("sample greedily", rows, 0, [&](const Ops& ops, int64_t* out) {
-    ops.sample(logits, vocab, rows, vocab, nullptr, nullptr, out, 1);
+  compare<int64_t>(narrow ? "sample bfloat16 greedily" : "sample greedily", rows, 0, [&](const Ops& ops, int64_t* out) {
+    ops.sample(type_of<T>(), logits, vocab, rows, vocab, nullptr, nullptr, out, 1);
   });
 }
 
@@ -279,6 +281,7 @@ extern "C" void run() {
   row_ops<bf16>();
   attentions<float>();
   attentions<bf16>();
-  sampling();
+  sampling<float>();
+  sampling<bf16>();
   end_report();
 }
