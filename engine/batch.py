@@ -17,8 +17,7 @@ class BlockCopy:
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A run of one sequence's tokens to compute in this step.
 
     Tokens start .. start + len(token_ids) - 1 (positions in the sequence) attend to everything before them.
@@ -37,7 +36,7 @@ class ScheduledSequence:
     sample: bool
     params: SamplingParams
     prompt_ids: Seq[int]  # for penalties
-    output_ids: Seq[int]  # likewise; its length is the output position of the (first) token drawn
+    output_ids: Seq[int]  # likewise, until the step is booked; its length is the position of the (first) token drawn
     draft_ids: tuple[int, ...] = ()
 
     @property

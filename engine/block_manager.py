@@ -190,6 +190,10 @@ class BlockManager:
             copies.append(BlockCopy(source, target))
         return copies
 
+    def can_commit(self, sequence_id: str, num_tokens: int) -> bool:
+        """Whether there is anything to name once the KV of the first `num_tokens` tokens is complete."""
+        return self.prefix_cache and num_tokens // self.block_size > self._tables[sequence_id].num_committed
+
     def commit(self, sequence_id: str, hashes: Seq[bytes]) -> None:
         """Names the leading blocks, whose KV is now complete, by `hashes`: from here on they can be matched."""
         if not self.prefix_cache:

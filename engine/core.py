@@ -194,9 +194,6 @@ class EngineCore:
         batch = self._or_fail("a proposer of drafts", self._scheduler.schedule)
         if not batch.sequences:
             return []
-        for scheduled in batch.sequences:
-            times = self._times[scheduled.sequence_id]
-            times.first_scheduled_at = started_at if times.first_scheduled_at is None else times.first_scheduled_at
         scheduled_at = self._clock()
         tokens = self._or_fail("the runner", lambda: self._execute(batch))
         now = self._clock()
@@ -206,7 +203,7 @@ class EngineCore:
         return [
             event
             for scheduled, drawn in zip(batch.sequences, tokens, strict=True)
-            for event in self._advance(scheduled, drawn, now)
+            for event in self._advance(scheduled, drawn, started_at, now)
         ]
 
     def load(self) -> EngineLoad:
@@ -245,14 +242,19 @@ class EngineCore:
             self._failure = f"{who} failed: {type(error).__name__}: {error}"
             raise self._failed() from error
 
-    def _advance(self, scheduled: ScheduledSequence, drawn: tuple[SampledToken, ...], now: float) -> list[TokenEvent]:
+    def _advance(
+        self, scheduled: ScheduledSequence, drawn: tuple[SampledToken, ...], started_at: float, now: float
+    ) -> list[TokenEvent]:
         """Books what one sequence's part of a batch has computed; what was drawn behind the answer's end is dropped."""
         seq, times = self._scheduler.running[scheduled.sequence_id], self._times[scheduled.sequence_id]
-        self._count(seq, len(scheduled.draft_ids), max(0, len(drawn) - 1))
+        if times.first_scheduled_at is None:
+            times.first_scheduled_at = started_at
+        if scheduled.draft_ids:
+            self._count(seq, len(scheduled.draft_ids), len(drawn) - 1)
         events: list[TokenEvent] = []
         reason = None
         for token in drawn:
-            seq.token_ids.append(token.token_id)
+            seq.append(token.token_id)
             reason = self._finish_reason(seq.spec, seq.num_output, token.token_id)
             events.append(_event(seq, token, reason, times, now))
             if reason is not None:

@@ -39,6 +39,7 @@ import heapq
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from engine.batch import Batch, BlockCopy, Reservation, ScheduledSequence
 from engine.block_hash import extend_hashes, root_hash
@@ -46,6 +47,8 @@ from engine.block_manager import BlockManager, Demand
 from engine.sequence import Sequence, SequenceSpec, SequenceState
 from engine.speculation.proposer import DraftRequest
 from engine.speculation.speculator import Speculator
+
+_sort_key = attrgetter("sort_key")
 
 
 @dataclass(slots=True)
@@ -137,13 +140,15 @@ class Scheduler:
         """The next step; empty when nothing can run. Every sequence in it must then go through `computed`."""
         step = _Step(self._max_batched_tokens)
         self._schedule_decodes(step)
-        self._schedule_prefills(step)
+        if self._waiting or len(step.sequences) < len(self.running):
+            self._schedule_prefills(step)
         return Batch(tuple(step.sequences), tuple(step.copies))
 
     def computed(self, seq: Sequence, num_tokens: int) -> None:
         """The KV of the first `num_tokens` tokens is in the cache: their full blocks can be matched from here on."""
         seq.num_computed = num_tokens
-        self._blocks.commit(seq.id, self._hashes(seq, num_tokens))
+        if self._blocks.can_commit(seq.id, num_tokens):
+            self._blocks.commit(seq.id, self._hashes(seq, num_tokens))
         if (num_blocks := self._num_blocks_before_drafts.pop(seq.id, None)) is not None:
             self._blocks.shrink(seq.id, max(num_blocks, self._blocks.blocks_for(num_tokens)))
 
@@ -277,7 +282,7 @@ class Scheduler:
                 sample=end == seq.num_tokens,
                 params=seq.spec.params,
                 prompt_ids=seq.spec.prompt_ids,
-                output_ids=tuple(seq.token_ids[seq.num_prompt :]),
+                output_ids=seq.output_ids,
                 draft_ids=draft_ids,
             )
         )
@@ -344,7 +349,3 @@ class Scheduler:
             assert 0 <= seq.num_computed < seq.num_tokens, f"sequence {seq.id}: {seq.num_computed} of {seq.num_tokens}"
             num_slots = len(self._blocks.table(seq.id)) * self._blocks.block_size
             assert seq.num_computed <= num_slots, f"sequence {seq.id}: computed {seq.num_computed} in {num_slots} slots"
-
-
-def _sort_key(seq: Sequence) -> tuple[int, int]:
-    return seq.sort_key

@@ -78,7 +78,9 @@ class Sequence:
     spec: SequenceSpec
     arrival: int  # order of arrival at this engine
     state: SequenceState = SequenceState.WAITING
-    token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    token_ids: list[int] = field(init=False)  # prompt, then output
+    output_ids: list[int] = field(init=False)
+    sort_key: tuple[int, int] = field(init=False)  # smaller is served sooner and preempted later
     block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks; extended when needed
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached: int = 0  # prompt tokens found in the prefix cache when first scheduled
@@ -88,8 +90,13 @@ class Sequence:
     hold: bool = False  # keep the blocks when finished: they are for a hand-off
 
     def __post_init__(self) -> None:
-        if not self.token_ids:
-            self.token_ids = [*self.spec.prompt_ids, *self.spec.output_ids]
+        self.token_ids = [*self.spec.prompt_ids, *self.spec.output_ids]
+        self.output_ids = [*self.spec.output_ids]
+        self.sort_key = (self.spec.priority, self.arrival)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.output_ids.append(token_id)
 
     @property
     def id(self) -> str:
@@ -105,7 +112,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - len(self.spec.prompt_ids)
+        return len(self.output_ids)
 
     @property
     def num_missing(self) -> int:
@@ -116,8 +123,3 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Only the newest token lacks KV."""
         return self.num_computed == len(self.token_ids) - 1
-
-    @property
-    def sort_key(self) -> tuple[int, int]:
-        """Smaller is served sooner and preempted later."""
-        return self.spec.priority, self.arrival

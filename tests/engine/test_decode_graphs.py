@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ NUM_BLOCKS = 40
 
 def decodes(num: int, sample: Callable[[int], bool] = lambda i: True) -> FlatBatch:
     """Row i: token 10 + i at position i of blocks i and i + 1."""
-    sequences = [replace(scheduled([10 + i], i, (i, i + 1)), sample=sample(i)) for i in range(num)]
+    sequences = [scheduled([10 + i], i, (i, i + 1))._replace(sample=sample(i)) for i in range(num)]
     return flatten(sequences, BLOCK_SIZE)
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -61,7 +59,7 @@ def test_drafts_give_the_example_up_to_the_first_wrong_one(
     runner: FakeRunner, drafts: tuple[int, ...], tokens: list[int]
 ) -> None:
     execute(runner, scheduled((65, 66), (3, 1)))
-    [drawn] = runner.execute(Batch((replace(scheduled((197,), (3, 1, 4), start=2), draft_ids=drafts),)))
+    [drawn] = runner.execute(Batch((scheduled((197,), (3, 1, 4), start=2)._replace(draft_ids=drafts),)))
     assert [token.token_id for token in drawn] == tokens
 
 

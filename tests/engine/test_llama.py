@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def test_chunks_and_decodes_in_one_batch_equal_each_alone(tmp_path: Path) -> Non
 def test_a_batch_that_samples_nothing_writes_kv(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     ours = OurModel(tmp_path)
-    chunk = replace(scheduled(random_ids(6), 0, (5, 6)), sample=False)
+    chunk = scheduled(random_ids(6), 0, (5, 6))._replace(sample=False)
     logits = ours.model.forward(flatten([chunk], BLOCK_SIZE), ours.kv)
     assert logits.shape == (0, 96)
     for cache in (part for layer in ours.kv for part in (layer.k, layer.v)):

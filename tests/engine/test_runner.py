@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +85,14 @@ def test_drafts_give_the_tokens_and_the_bits_of_steps_of_their_own(
     plain = [first]
     for position in range(6, 10):
         output_ids = tuple(token.token_id for token in plain)
-        step = replace(base, token_ids=output_ids[-1:], start=position, output_ids=output_ids)
+        step = base._replace(token_ids=output_ids[-1:], start=position, output_ids=output_ids)
         plain += runner.execute(Batch((step,)))[0]
     blocks = memory.reshape(NUM_BLOCKS, -1)
     expected_kv = blocks[[1, 2, 3]].copy()
     blocks[[5, 6]] = blocks[[1, 2]]
     right = tuple(token.token_id for token in plain[1 : 1 + num_right])
     drafts = (*right, *((token.token_id + 1) % 96 for token in plain[1 + num_right : 4]))
-    drafted = replace(
-        base,
+    drafted = base._replace(
         token_ids=(first.token_id,),
         start=6,
         block_table=(5, 6, 7),
@@ -118,7 +116,7 @@ def tokens_of_blocks(blocks: np.ndarray) -> np.ndarray:
 def test_results_come_in_the_batchs_order(runner: TorchRunner, reference: tuple[Path, Any]) -> None:
     """Sequences with one token are computed first, whatever their place."""
     prompts = [random_ids(9, 1), random_ids(1, 2), random_ids(6, 3), random_ids(1, 4)]
-    batch = [replace(scheduled(p, 0, range(4 * i, 4 * i + 3)), sample=i != 2) for i, p in enumerate(prompts)]
+    batch = [scheduled(p, 0, range(4 * i, 4 * i + 3))._replace(sample=i != 2) for i, p in enumerate(prompts)]
     tokens = [[token.token_id for token in drawn] for drawn in runner.execute(Batch(tuple(batch)))]
     expected = [reference_greedy(reference[1], p, 1)[0] for p in prompts]
     assert tokens == [expected[:1], expected[1:2], [], expected[3:]]
