@@ -32,6 +32,40 @@ inline Vec load_pairs_of(const E* p, int64_t columns) {
   }
 }
 
+// A pair in each lane.
+inline Vec broadcast_pair(const bf16* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return (Vec)_mm512_set1_epi32(pair);
+}
+
+// sums += both products of each lane. The instruction takes denormal numbers for 0.
+inline Vec add_pairs(Vec sums, Vec left, Vec right) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)left, (__m512bh)right);
+}
+
+// LANES numbers rounded, denormal ones to 0. Not two vectors at once: Bochs 3.0 mistakes that instruction.
+inline void store_rounded(bf16* to, Vec v) {
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+  __builtin_memcpy(to, &rounded, sizeof rounded);
+}
+
+// Two rows of TILE_COLUMNS as pairs of one and the other: those of the first LANES columns, and of the last.
+struct PairsOfRows {
+  Vec low, high;
+};
+
+inline PairsOfRows interleave(Vec first, Vec second) {
+  typedef uint16_t Halves __attribute__((vector_size(64)));
+  Halves low, high;
+  for (int i = 0; i < LANES; i++) {
+    low[2 * i] = i, low[2 * i + 1] = TILE_COLUMNS + i;
+    high[2 * i] = LANES + i, high[2 * i + 1] = TILE_COLUMNS + LANES + i;
+  }
+  const auto a = (Halves)first, b = (Halves)second;
+  return {(Vec)__builtin_shuffle(a, b, low), (Vec)__builtin_shuffle(a, b, high)};
+}
+
 // The right factor of which row i's pairs of columns are row(i).
 template <class Row>
 inline void pack_tile(bf16* to, const Row& row) {

@@ -70,15 +70,9 @@ class PackedKeys {
 
   // TILE_COLUMNS columns of two keys, a pair in each lane.
   void pack_values(Vec even, Vec odd, bf16* to) const {
-    const auto interleave = [&](int first) {
-      typedef uint16_t Halves __attribute__((vector_size(64)));
-      Halves from;
-      for (int i = 0; i < LANES; i++) from[2 * i] = first + i, from[2 * i + 1] = first + i + TILE_COLUMNS;
-      return __builtin_shuffle((Halves)even, (Halves)odd, from);
-    };
-    const auto low = interleave(0), high = interleave(LANES);
-    __builtin_memcpy(to, &low, sizeof low);
-    __builtin_memcpy(to + TILE_ROWS * TILE_COLUMNS, &high, sizeof high);
+    const PairsOfRows pairs = interleave(even, odd);
+    __builtin_memcpy(to, &pairs.low, sizeof pairs.low);
+    __builtin_memcpy(to + TILE_ROWS * TILE_COLUMNS, &pairs.high, sizeof pairs.high);
   }
 };
 
@@ -117,14 +111,11 @@ class PackedProducts {
   alignas(64) bf16 q[MAX_ROWS * MAX_HEAD_DIM];     // [rows, padded_dim]
   alignas(64) bf16 weights[ROWS * PREFILL_TILE];   // [ROWS, PREFILL_TILE]
 
-  // Weights of rows [first, end) with the tile's first `count` keys, as left factors. In halves: Bochs 3.0 mistakes the
-  // instruction that rounds two vectors.
+  // Weights of rows [first, end) with the tile's first `count` keys, as left factors.
   void round_weights(int64_t first, int64_t end, int64_t count) {
     for (int64_t r = first; r < end; r++)
-      for (int64_t i = 0; i < count; i += LANES) {
-        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)(load(scores(r) + i) * tile.value_factors(i)));
-        __builtin_memcpy(weights + r % ROWS * PREFILL_TILE + i, &rounded, sizeof rounded);
-      }
+      for (int64_t i = 0; i < count; i += LANES)
+        store_rounded(weights + r % ROWS * PREFILL_TILE + i, load(scores(r) + i) * tile.value_factors(i));
   }
 };
 

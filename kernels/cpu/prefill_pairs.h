@@ -65,14 +65,11 @@ class PairProducts : public PackedProducts<E, ROWS_OF_PAIRS> {
   template <int COUNT>
   static void multiply(const bf16* left, int64_t stride, const bf16* right, int64_t pairs, Vec (&sums)[ROWS][COUNT]) {
     for (int64_t p = 0; p < pairs; p++, left += 2, right += TILE_COLUMNS) {
-      __m512i factors[COUNT];
-      for (int j = 0; j < COUNT; j++) factors[j] = _mm512_load_si512(right + j * TILE_ROWS * TILE_COLUMNS);
+      Vec factors[COUNT];
+      for (int j = 0; j < COUNT; j++) factors[j] = load_pairs_of(right + j * TILE_ROWS * TILE_COLUMNS, TILE_COLUMNS);
       for (int r = 0; r < ROWS; r++) {
-        int32_t pair;
-        __builtin_memcpy(&pair, left + r * stride, sizeof pair);
-        const __m512i row = _mm512_set1_epi32(pair);
-        for (int j = 0; j < COUNT; j++)
-          sums[r][j] = (Vec)_mm512_dpbf16_ps((__m512)sums[r][j], (__m512bh)row, (__m512bh)factors[j]);
+        const Vec pair = broadcast_pair(left + r * stride);
+        for (int j = 0; j < COUNT; j++) sums[r][j] = add_pairs(sums[r][j], pair, factors[j]);
       }
     }
   }

@@ -212,6 +212,11 @@ def float64(tensor: torch.Tensor) -> Array:
     return array
 
 
+def weight_rounding(implementation: str, dtype: torch.dtype) -> float:
+    """What an implementation that multiplies bfloat16 by bfloat16 may add to the error."""
+    return WEIGHT_ROUNDING[dtype] if implementation in ("cpu avx512bf16", "cpu amx") else 0.0
+
+
 def assert_close(actual: torch.Tensor, expected: Array, *, extra: float = 0.0) -> None:
     """Within the dtype's tolerance, plus `extra` absolute error; NaN is never close."""
     rtol, atol = TOLERANCE[actual.dtype]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from kernels.paged_decode import paged_decode
 from tests.kernels.backends import every_backend, using
-from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes
+from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes, weight_rounding
 
 SHAPE = Shape(3, 3, 64, 16, torch.float32, ((1, 40), (1, 16), (1, 1)), seed=7)
 
@@ -28,7 +28,7 @@ def decode(case: Attention, implementation: str) -> torch.Tensor:
 @settings(max_examples=25, deadline=None)
 def test_equals_dense_attention(implementation: str, shape: Shape) -> None:
     case = attention(shape)
-    assert_close(decode(case, implementation), case.expected)
+    assert_close(decode(case, implementation), case.expected, extra=weight_rounding(implementation, shape.dtype))
 
 
 @every_backend
@@ -41,9 +41,10 @@ def test_float32_over_a_bfloat16_cache(implementation: str, head_dim: int) -> No
 @every_backend
 @pytest.mark.parametrize("head_dim", [8, 20, 72, 80, 96, 256, 264])
 @pytest.mark.parametrize("group", [2, 11])
-def test_unusual_head_dimensions_and_groups(implementation: str, head_dim: int, group: int) -> None:
-    case = attention(dataclasses.replace(SHAPE, head_dim=head_dim, group=group, num_kv_heads=2))
-    assert_close(decode(case, implementation), case.expected)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unusual_head_dimensions_and_groups(implementation: str, head_dim: int, group: int, dtype: torch.dtype) -> None:
+    case = attention(dataclasses.replace(SHAPE, head_dim=head_dim, group=group, num_kv_heads=2, dtype=dtype))
+    assert_close(decode(case, implementation), case.expected, extra=weight_rounding(implementation, dtype))
 
 
 @every_backend

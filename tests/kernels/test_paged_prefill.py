@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from kernels.paged_prefill import paged_prefill
 from tests.kernels.backends import every_backend, every_cpu, using
-from tests.kernels.cases import WEIGHT_ROUNDING, Attention, Shape, assert_close, attention, shapes
+from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes, weight_rounding
 
 SHAPE = Shape(3, 3, 64, 16, torch.float32, ((40, 40), (5, 37), (1, 16)), seed=7)
 
@@ -21,11 +21,6 @@ def prefill(case: Attention, implementation: str) -> torch.Tensor:
             **case.limits,
             backend=backend,
         )
-
-
-def weight_rounding(implementation: str, dtype: torch.dtype) -> float:
-    """What an implementation that multiplies bfloat16 by bfloat16 may add to the error."""
-    return WEIGHT_ROUNDING[dtype] if implementation in ("cpu avx512bf16", "cpu amx") else 0.0
 
 
 @every_backend

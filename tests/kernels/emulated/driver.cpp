@@ -218,11 +218,11 @@ void attention(const AttentionCase& how) {
     __builtin_memcpy(out + bytes, it.cache.v, bytes);
   });
   it.write(ops_baseline);
+  const float weights_rounded = sizeof(T) == 2 ? 0.02f : 0;
   compare<T>("paged_decode", it.SEQUENCES * row, TOLERANCE<T>, [&](const Ops& ops, T* out) {
     ops.paged_decode(type_of<T>(), it.rows(it.q, it.SEQUENCES, how.heads), it.cache,
                      it.context(it.lengths, 0, it.SEQUENCES), it.scoring(), it.rows(out, it.SEQUENCES, how.heads), 1);
-  });
-  const float weights_rounded = sizeof(T) == 2 ? 0.02f : 0;
+  }, weights_rounded);
   compare<T>("paged_prefill", size, TOLERANCE<T>, [&](const Ops& ops, T* out) { it.prefill(ops, out); }, weights_rounded);
   for (const Ops* build : BUILDS) {
     Reserve reserve;

@@ -1,0 +1,36 @@
+// The keys that decode attention treats between two softmax steps, and where they lie.
+#pragma once
+
+#include "paged.h"
+
+namespace {
+
+constexpr int DECODE_TILE = 32;
+
+struct Tile {
+  Place places[DECODE_TILE];
+  int64_t count = 0;
+};
+
+// Keys `begin` and after of a context of `length`, as far as they go; its rows, and scales, seen from `base`, which is
+// another head's or sequence's reader of the same cache.
+template <class E>
+Tile tile_at(const ContextReader<E>& context, int64_t begin, int64_t length, const ContextReader<E>& base) {
+  Tile tile;
+  tile.count = max(0, min(DECODE_TILE, length - begin));
+  const int64_t rows = context.k - base.k, scales = context.k_scales - base.k_scales;
+  context.for_places(begin, tile.count, [&](int64_t i, Place place) {
+    tile.places[i] = {place.row + rows, place.scale + scales};
+  });
+  return tile;
+}
+
+// Blocks lie far apart, where the processor's own prefetching does not follow: while one tile is used, the rows of the next
+// are fetched, to the second-level cache, which has far more misses under way at a time than the first.
+template <class E>
+inline void prefetch_columns(const E* row, int64_t begin, int64_t end) {
+  constexpr int64_t PER_LINE = 64 / sizeof(E);
+  for (int64_t d = begin; d < end; d += PER_LINE) __builtin_prefetch(row + d, 0, 2);
+}
+
+}  // namespace
