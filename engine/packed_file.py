@@ -37,7 +37,7 @@ HEAD = "lm_head"
 _DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16", torch.float32: "F32"}
 _FIELDS = ("packed", "row_scales", "scales", "offsets")
 _PLAIN = "plain"
-_PANELS_VERSION = 1  # raise it when panels would lie in another order
+_PANELS_VERSION = 2  # raise it when panels would lie in another order
 
 _Linear = QuantizedMatrix | torch.Tensor  # a quantised linear, or the values of one
 
@@ -120,8 +120,7 @@ class PackedFile:
                 return plain
             if "row_scales" in tensors:
                 return QuantizedMatrix(*shape, **tensors)
-            check_shape("packed", tensors["packed"], panel_shape(shape))
-            return PanelMatrix(shape[0], tensors["packed"])
+            return PanelMatrix(*shape, tensors["packed"])
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{self._file}: {name}: {error}; config.json calls for {shape}") from None
 
@@ -129,7 +128,9 @@ class PackedFile:
 def _write_panels(tied: bool, source: _Checkpoint, target: Path) -> None:
     """One matrix after the other, however large the model is."""
     matrices = source.bfloat16_matrices(tied)
-    layout = {f"{name}.packed": ("BF16", panel_shape(source.shape(of))) for name, of in matrices.items()}
+    layout = {
+        f"{name}.packed": ("BF16", panel_shape(source.shape(of), torch.bfloat16)) for name, of in matrices.items()
+    }
     bits = ((f"{name}.packed", _bits(pack(source.tensor(of)))) for name, of in matrices.items())
     write_tensors(target, layout, bits, lambda _done, _of: None)
 

@@ -89,11 +89,7 @@ def linear(x: torch.Tensor, weights: LinearWeights, *, backend: Backend | None =
 
 def prefers_panels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether x of `dtype` on `device` is multiplied by weights in panels; others are then copied when first used."""
-    if default_backend(device.type, dtype) != "cpu":
-        return False
-    from kernels.cpu.linear import takes_rows  # noqa: PLC0415  (only machines that compute on CPUs need it)
-
-    return not takes_rows(dtype, torch.bfloat16)
+    return default_backend(device.type, dtype) == "cpu"
 
 
 def kind_of(part: Part) -> tuple[object, ...]:

@@ -1,7 +1,9 @@
 """Floating-point weight matrices in the order in which the C++ of CPUs multiplies them.
 
-PANEL rows lie interleaved, column after column, so that one vector holds a column of several rows: products need
-neither transposing nor sums across a vector, and memory is read in order, from a few places at once, as it is fastest.
+PANEL rows lie interleaved, column after column (of bfloat16: pair of columns after pair), so that one vector holds a
+column of several rows: products need neither transposing nor sums across a vector, and memory is read in order, from a
+few places at once, as it is fastest. Instructions that multiply bfloat16 take pairs as they lie; for others a shift or
+a mask widens either column.
 """
 
 from __future__ import annotations
@@ -13,27 +15,32 @@ import torch
 from kernels.checks import check_shape
 
 PANEL = 16
+_PAIR = 2  # columns that lie side by side in bfloat16
 PANEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
 class PanelMatrix:
-    """W [rows, columns]. packed: [P, columns, PANEL], P = ceil(rows / PANEL), whose panels are contiguous.
+    """W [rows, columns], P = ceil(rows / PANEL) panels, each of them contiguous.
 
-    Element [p, k, i] is column k of row p * PANEL + i; of bfloat16, [p, k, 2j + h] is that of row
-    p * PANEL + h * PANEL / 2 + j, so that 32 bits hold rows half a panel apart, each of which a shift or a mask widens.
-    Rows that only fill the last panel are zeros. Raises ValueError or TypeError for what does not fit together.
+    packed: float32 [P, columns, PANEL], or bfloat16 [P, ceil(columns / 2), PANEL, 2] whose [p, k, i, h] is column
+    2k + h of row p * PANEL + i. Rows and columns that only fill the last panel or pair are zeros.
+    Raises ValueError or TypeError for what does not fit together.
     """
 
     rows: int
+    columns: int
     packed: torch.Tensor
 
     def __post_init__(self) -> None:
-        check_shape("packed", self.packed, (-(-self.rows // PANEL), None, PANEL))
         if self.dtype not in PANEL_DTYPES:
             raise TypeError(f"packed has dtype {self.dtype}, expected {' or '.join(map(str, PANEL_DTYPES))}")
-        if self.packed.stride()[1:] != (PANEL, 1):
-            raise ValueError(f"packed has strides {self.packed.stride()}, expected (*, {PANEL}, 1)")
+        check_shape("packed", self.packed, panel_shape(self.shape, self.dtype))
+        expected = (PANEL * _PAIR, _PAIR, 1) if self.dtype == torch.bfloat16 else (PANEL, 1)
+        if self.packed.stride()[1:] != expected:
+            raise ValueError(
+                f"packed has strides {self.packed.stride()}, expected (*, {', '.join(map(str, expected))})"
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,40 +48,53 @@ class PanelMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.rows, self.packed.shape[1]
+        return self.rows, self.columns
 
 
-def panel_shape(shape: tuple[int, int]) -> tuple[int, int, int]:
-    """Of `packed`, for W of `shape`."""
+def panel_shape(shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
+    """Of `packed`, for W of `shape` and `dtype`."""
     rows, columns = shape
-    return -(-rows // PANEL), columns, PANEL
+    num_panels = -(-rows // PANEL)
+    if dtype == torch.bfloat16:
+        return num_panels, -(-columns // _PAIR), PANEL, _PAIR
+    return num_panels, columns, PANEL
 
 
 def pack(matrix: torch.Tensor) -> PanelMatrix:
     """A copy of `matrix` [N, K] in panels."""
     rows, columns = matrix.shape
-    packed = matrix.new_empty(panel_shape((rows, columns)))
-    padded = torch.nn.functional.pad(matrix, (0, 0, 0, -rows % PANEL))
+    packed = matrix.new_empty(panel_shape((rows, columns), matrix.dtype))
+    odd = columns % _PAIR if matrix.dtype == torch.bfloat16 else 0
+    padded = torch.nn.functional.pad(matrix, (0, odd, 0, -rows % PANEL))
     plain = _in_plain_order(packed)
     plain.copy_(padded.view(plain.shape))
-    return PanelMatrix(rows, packed)
+    return PanelMatrix(rows, columns, packed)
 
 
 def unpacked(matrix: PanelMatrix) -> torch.Tensor:
     """W as a plain tensor [N, K]."""
-    return _in_plain_order(matrix.packed).reshape(-1, matrix.shape[1])[: matrix.rows]
+    panels = _in_plain_order(matrix.packed)
+    return panels.flatten(2).flatten(0, 1)[: matrix.rows, : matrix.columns]
 
 
 def _in_plain_order(packed: torch.Tensor) -> torch.Tensor:
-    """A view whose last dimension is columns and whose others are rows."""
-    if packed.dtype == torch.bfloat16:
-        return packed.view(*packed.shape[:2], PANEL // 2, 2).permute(0, 3, 2, 1)
+    """A view [panel, row, column], or [panel, row, pair, column]."""
     return packed.transpose(1, 2)
 
 
 def sliced(matrix: PanelMatrix, rows: range, columns: range) -> PanelMatrix:
-    """These rows and columns: a view where the rows are whole panels, else a copy."""
-    if rows.start % PANEL or (rows.stop % PANEL and rows.stop != matrix.rows):
+    """These rows and columns: a view where they are whole panels and pairs, else a copy."""
+    unit = _PAIR if matrix.dtype == torch.bfloat16 else 1
+    if not (_is_whole(rows, PANEL, matrix.rows) and _is_whole(columns, unit, matrix.columns)):
         return pack(unpacked(matrix)[rows.start : rows.stop, columns.start : columns.stop])
-    first, last = rows.start // PANEL, -(-rows.stop // PANEL)
-    return PanelMatrix(len(rows), matrix.packed[first:last, columns.start : columns.stop])
+    packed = matrix.packed[_units(rows, PANEL), _units(columns, unit)]
+    return PanelMatrix(len(rows), len(columns), packed)
+
+
+def _is_whole(run: range, unit: int, count: int) -> bool:
+    """Whether a part of `count` things begins and ends between units."""
+    return run.start % unit == 0 and (run.stop % unit == 0 or run.stop == count)
+
+
+def _units(run: range, unit: int) -> slice:
+    return slice(run.start // unit, -(-run.stop // unit))

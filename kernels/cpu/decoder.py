@@ -173,7 +173,7 @@ def _ends_struct(ends: Ends) -> c.Ends:
             ends.embedding_scale,
             _pointer(ends.delta_norm),
             ends.norm.data_ptr(),
-            _linear(ends.head, ends.norm.dtype),
+            _linear(ends.head),
         )
     return found
 
@@ -183,9 +183,8 @@ def _ends_in_cpp(ends: Ends, logits: torch.Tensor) -> bool:
     return known and runs_in_cpp(ends.head)
 
 
-def _linear(weights: LinearWeights, dtype: torch.dtype) -> c.Linear:
-    """dtype: of its input."""
-    return c.Linear(weights_struct(weights, dtype), _pointer(weights.bias))
+def _linear(weights: LinearWeights) -> c.Linear:
+    return c.Linear(weights_struct(weights), _pointer(weights.bias))
 
 
 def _linears(stage: Stage) -> tuple[LinearWeights, LinearWeights] | None:
@@ -226,7 +225,7 @@ def _stage(stage: Stage, attention: c.Attention | None) -> c.Stage:
     return c.Stage(
         _pointer(stage.delta_norm),
         stage.norm.data_ptr(),
-        *(_linear(weights, stage.norm.dtype) for weights in linears),
+        *map(_linear, linears),
         None if attention is None else ctypes.pointer(attention),
         _ACTIVATIONS[stage.activation] if isinstance(stage, MlpStage) else 0,
     )

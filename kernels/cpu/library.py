@@ -11,7 +11,6 @@ import torch
 
 from kernels.cpu.build import build
 from kernels.kv_cache import PagedKV
-from kernels.linear import Part
 from kernels.panels import PanelMatrix
 from kernels.quantized import QuantizedMatrix
 
@@ -19,10 +18,10 @@ OK = -1
 MAX_HEAD_DIM = 256
 MAX_DEPTH = 32768
 _MAX_WINDOW = 2**63 - 1
-_ROWS, _PANELS = 0, 1  # how weights lie in memory
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # uint8: two of 4 bits
 _CACHE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}  # 0: the dtype of the computation
+ArrangedPart = PanelMatrix | QuantizedMatrix  # weights in the order in which the C++ reads them
 _INT64, _INT32, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
 
@@ -59,7 +58,7 @@ class Heads(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """Weights [rows, columns]; `stride`: from a row or panel to the next; the last three of quantised ones alone."""
+    """Weights [rows, columns]; `stride`: from a panel to the next; the last three of quantised ones alone."""
 
     _fields_ = (
         ("data", _POINTER),
@@ -77,7 +76,6 @@ class Weights(ctypes.Structure):
         ("matrices", ctypes.POINTER(Matrix)),
         *((name, _INT64) for name in ("count", "depth", "group")),
         ("offsets_dtype", _INT32),
-        ("layout", _INT32),
     )
 
 
@@ -309,21 +307,18 @@ def scoring_of(scale: float, sliding_window: int | None, soft_cap: float | None)
     return Scoring(scale, soft_cap or 0.0, _MAX_WINDOW if sliding_window is None else sliding_window)
 
 
-def weights_of(parts: Sequence[Part]) -> Weights:
+def weights_of(parts: Sequence[ArrangedPart]) -> Weights:
     """parts: [rows, columns] of one kind and equal columns; they must outlive the result."""
     matrices = (Matrix * len(parts))(*map(_matrix_of, parts))
     first = parts[0]
     if not isinstance(first, QuantizedMatrix):
-        layout = _PANELS if isinstance(first, PanelMatrix) else _ROWS
-        return Weights(DTYPES[first.dtype], matrices, len(parts), first.shape[1], layout=layout)
+        return Weights(DTYPES[first.dtype], matrices, len(parts), first.columns)
     offsets_dtype = 0 if first.offsets is None else dtype_code(first.offsets)
     return Weights(dtype_code(first.packed), matrices, len(parts), first.columns, first.group or 0, offsets_dtype)
 
 
-def _matrix_of(part: Part) -> Matrix:
+def _matrix_of(part: ArrangedPart) -> Matrix:
     if isinstance(part, PanelMatrix):
         return Matrix(part.packed.data_ptr(), part.rows, part.packed.stride(0))
-    if isinstance(part, torch.Tensor):
-        return Matrix(part.data_ptr(), part.shape[0], part.stride(0))
     scales, offsets = (None if t is None else t.data_ptr() for t in (part.scales, part.offsets))
     return Matrix(part.packed.data_ptr(), part.rows, 0, scales, offsets, part.row_scales.data_ptr())

@@ -7,16 +7,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kernels.cpu.library import MAX_DEPTH, Weights, dtype_code, library, weights_of
+from kernels.cpu.library import MAX_DEPTH, ArrangedPart, Weights, dtype_code, library, weights_of
 from kernels.dispatch import CPU_DTYPES
 from kernels.linear import LinearWeights, Part
-from kernels.panels import PanelMatrix, pack, unpacked
+from kernels.panels import pack
 from kernels.reference import linear as reference
 
 _WEIGHT_DTYPES = (*CPU_DTYPES, torch.int8, torch.uint8)
-
-# The builds that multiply bfloat16 by bfloat16 in units of their own, weights as checkpoints store them.
-_ISAS_WITH_UNITS = ("avx512bf16", "amx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +21,10 @@ class _Description:
     """Weights as ops.h has them, and the parts whose memory that points to."""
 
     struct: Weights
-    parts: tuple[Part, ...]
+    parts: tuple[ArrangedPart, ...]
 
 
-_described: WeakKeyDictionary[LinearWeights, dict[bool, _Description]] = WeakKeyDictionary()
+_described: WeakKeyDictionary[LinearWeights, _Description] = WeakKeyDictionary()
 
 
 def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
@@ -39,35 +36,26 @@ def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
         x.data_ptr(),
         x.stride(0),
         x.shape[0],
-        weights_struct(weights, x.dtype),
+        weights_struct(weights),
         None if weights.bias is None else weights.bias.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
     )
 
 
-def weights_struct(weights: LinearWeights, x_dtype: torch.dtype) -> Weights:
-    """`weights` as ops.h has them for x of `x_dtype`, in panels unless their rows are taken as they are.
+def weights_struct(weights: LinearWeights) -> Weights:
+    """`weights` as ops.h has them: in panels, or integers.
 
     Made once for each object: it would take longer than a small product.
     """
-    as_rows = takes_rows(x_dtype, weights.dtype)
-    known = _described.setdefault(weights, {})
-    if as_rows not in known:
-        parts = tuple(_arranged(part, as_rows) for part in weights.parts)
-        known[as_rows] = _Description(weights_of(parts), parts)
-    return known[as_rows].struct
+    if weights not in _described:
+        parts = tuple(map(_arranged, weights.parts))
+        _described[weights] = _Description(weights_of(parts), parts)
+    return _described[weights].struct
 
 
-def takes_rows(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies weights in the order of checkpoints."""
-    return x_dtype == weight_dtype == torch.bfloat16 and library().isa in _ISAS_WITH_UNITS
-
-
-def _arranged(part: Part, as_rows: bool) -> Part:
-    if isinstance(part, PanelMatrix):
-        return unpacked(part) if as_rows else part
-    return pack(part) if isinstance(part, torch.Tensor) and not as_rows else part
+def _arranged(part: Part) -> ArrangedPart:
+    return pack(part) if isinstance(part, torch.Tensor) else part
 
 
 def runs_in_cpp(weights: LinearWeights) -> bool:

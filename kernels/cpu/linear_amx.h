@@ -1,43 +1,26 @@
-// Linear layers of bfloat16 with bfloat16 on AMX, the matrix units of newer Xeons: W stays as checkpoints store it.
+// Linear layers of bfloat16 with bfloat16 on AMX, the matrix units of newer Xeons.
 //
-// The units multiply [16 rows, 32 columns] by [16 pairs of columns, 16 rows, 2], so rows of W are the left factor as
-// they lie in memory, and x, packed in pairs, the right one. The tile of sums is the output's transpose. Tiles are always
-// whole, padded with zeros, and columns are added up in one order: a row of x gets the same bits whatever surrounds it.
+// The units multiply [16 rows, 32 columns] by [16 pairs of columns, 16 rows, 2]: rows of x by a piece of a panel, as both
+// lie in memory. Tiles are always whole, padded with zeros, and columns are added up in one order: a row of x gets the same
+// bits whatever surrounds it.
 #pragma once
 
 #include "amx_tiles.h"
+#include "linear_panels.h"
 #include "ops.h"
+#include "panels.h"
 #include "vec.h"
 
 #ifdef HAVE_AMX
 
 namespace {
 
-// Rows of W that one tile covers, which may be fewer than it has.
-struct WeightRows {
-  const bf16* data;
-  int64_t stride, rows;
+static_assert(PANEL == TILE_ROWS && PAIR * LANES == TILE_COLUMNS, "a tile is a piece of a panel");
 
-  // Columns from k on, of which `columns` exist.
-  template <int TILE>
-  void load(int64_t k, int64_t columns) const {
-    if (rows >= TILE_ROWS && columns >= TILE_COLUMNS)
-      return load_tile<TILE>(data + k, stride * static_cast<int64_t>(sizeof(bf16)));
-    alignas(64) bf16 padded[TILE_ROWS][TILE_COLUMNS] = {};
-    for (int64_t r = 0; r < min(rows, TILE_ROWS); r++)
-      __builtin_memcpy(padded[r], data + r * stride + k, min(columns, TILE_COLUMNS) * sizeof(bf16));
-    load_tile<TILE>(padded, TILE_BYTES);
-  }
-
-  WeightRows next() const { return {data + TILE_ROWS * stride, stride, rows - TILE_ROWS}; }
-};
-
-// Rows of x, packed, against any rows of W.
+// Rows of x against any panels. A thread keeps it while it multiplies.
 class AmxBlock {
  public:
-  static constexpr int64_t WEIGHT_ROWS = 2 * TILE_ROWS;              // that are multiplied at once
-  static constexpr int64_t MAX_PACKED = int64_t{TILE_ROWS} * 32768;  // elements: a tile's rows of the greatest depth
-  int64_t index = -1;                                                // which rows of x are packed
+  int64_t index = -1;  // which rows of x these are
 
   AmxBlock() {}  // leaves its memory as it is
 
@@ -45,86 +28,84 @@ class AmxBlock {
   static int64_t max_rows(int64_t depth) {
     return max(1, min(MAX_X_TILES, MAX_PACKED / (round_up(depth, TILE_COLUMNS) * TILE_ROWS))) * TILE_ROWS;
   }
+  static int64_t at_once(int64_t) { return 2; }
 
-  void pack(int64_t which, const bf16* x, int64_t stride, int64_t count, int64_t columns) {
+  // Copies x tile after tile, with zeros for rows and columns that only fill the last ones.
+  void take(int64_t which, const bf16* x, int64_t stride, int64_t count, int64_t columns) {
     index = which, rows = count, depth = columns;
+    bf16* to = packed;
     for (int64_t first = 0; first < rows; first += TILE_ROWS)
       for (int64_t k = 0; k < depth; k += TILE_COLUMNS)
-        pack_tile(x_tile(first) + k * TILE_ROWS, [&](int i) {
-          return first + i < rows ? load_pairs_of(x + (first + i) * stride + k, depth - k) : Vec{};
-        });
+        for (int64_t i = first; i < first + TILE_ROWS; i++, to += TILE_COLUMNS) {
+          const Vec pairs = i < rows ? load_pairs_of(x + i * stride + k, depth - k) : Vec{};
+          __builtin_memcpy(to, &pairs, sizeof pairs);
+        }
   }
 
-  // All rows of one weight matrix that fall into output columns [begin, end); its own columns start at `offset`.
-  void multiply_matrix(const Matrix& matrix, int64_t offset, int64_t begin, int64_t end, const bf16* bias, bf16* out,
-                       int64_t out_stride) const {
-    const int64_t last = min(end, offset + matrix.rows);
-    for (int64_t n = max(begin, offset); n < last; n += WEIGHT_ROWS) {
-      const bf16* data = static_cast<const bf16*>(matrix.data) + (n - offset) * matrix.stride;
-      multiply({data, matrix.stride, min(WEIGHT_ROWS, last - n)}, bias == nullptr ? nullptr : bias + n, out + n,
-               out_stride);
+  // out[i, j] = x row i times row j of the run's panels.
+  void multiply(const PanelRun& run, const bf16* bias, bf16* out, int64_t out_stride) const {
+    const int64_t stride = run.matrix.stride;
+    for (int64_t p = run.begin; p < run.end; p += 2) {
+      const bf16* w = static_cast<const bf16*>(run.matrix.data) + p * stride;
+      const bool two_w = run.end - p > 1;
+      for (int64_t first = 0; first < rows; first += 2 * TILE_ROWS) {
+        const bool two_x = rows - first > TILE_ROWS;
+        alignas(64) float sums[4][TILE_ROWS * TILE_ROWS];
+        if (two_w) {
+          two_x ? add_up<true, true>(x_tile(first), w, stride, sums) : add_up<false, true>(x_tile(first), w, stride, sums);
+        } else {
+          two_x ? add_up<true, false>(x_tile(first), w, stride, sums) : add_up<false, false>(x_tile(first), w, stride, sums);
+        }
+        for (int64_t i = 0; i < (two_x ? 2 : 1); i++)
+          for (int64_t j = 0; j < (two_w ? 2 : 1); j++) {
+            const int64_t row = first + i * TILE_ROWS;
+            store_sums(sums[2 * i + j], TILE_ROWS, min(TILE_ROWS, rows - row), run, p + j, bias, out + row * out_stride,
+                       out_stride);
+          }
+      }
     }
   }
 
  private:
   static constexpr int64_t MAX_X_TILES = 8;
+  static constexpr int64_t MAX_PACKED = TILE_ROWS * MAX_DEPTH;  // elements: a tile's rows of the greatest depth
 
   TileRegisters registers;
   int64_t rows, depth;
-  alignas(64) bf16 packed[MAX_PACKED];  // tile after tile: [pairs of columns, TILE_ROWS, 2]
+  alignas(64) bf16 packed[MAX_PACKED];  // tile after tile: [steps of TILE_COLUMNS, TILE_ROWS, TILE_COLUMNS]
 
-  bf16* x_tile(int64_t first) { return packed + first * round_up(depth, TILE_COLUMNS); }
   const bf16* x_tile(int64_t first) const { return packed + first * round_up(depth, TILE_COLUMNS); }
 
-  void multiply(const WeightRows& w, const bf16* bias, bf16* out, int64_t out_stride) const {
-    for (int64_t first = 0; first < rows; first += 2 * TILE_ROWS) {
-      const bool two_x = rows - first > TILE_ROWS, two_w = w.rows > TILE_ROWS;
-      alignas(64) float sums[4][TILE_ROWS * TILE_ROWS];
-      if (two_w) {
-        two_x ? add_up<true, true>(w, first, sums) : add_up<true, false>(w, first, sums);
-      } else {
-        two_x ? add_up<false, true>(w, first, sums) : add_up<false, false>(w, first, sums);
-      }
-      for (int64_t i = 0; i < (two_w ? 2 : 1); i++)
-        for (int64_t j = 0; j < (two_x ? 2 : 1); j++) {
-          const int64_t column = i * TILE_ROWS, row = first + j * TILE_ROWS;
-          finish(sums[2 * i + j], min(TILE_ROWS, rows - row), min(TILE_ROWS, w.rows - column),
-                 bias == nullptr ? nullptr : bias + column, out + row * out_stride + column, out_stride);
-        }
-    }
-  }
-
-  // sums[2 * i + j]: the products of tile i of W with tile j of x, in registers 0 to 3 on the way.
-  template <bool TWO_W, bool TWO_X>
-  void add_up(const WeightRows& w, int64_t first, float (*sums)[TILE_ROWS * TILE_ROWS]) const {
-    const bf16 *x = x_tile(first), *next_x = x_tile(first + TILE_ROWS);
+  // sums[2 * i + j]: the products of tile i of x with panel j, in registers 0 to 3 on the way.
+  template <bool TWO_X, bool TWO_W>
+  void add_up(const bf16* x, const bf16* w, int64_t stride, float (*sums)[TILE_ROWS * TILE_ROWS]) const {
+    const bf16* next_x = x + TILE_ROWS * round_up(depth, TILE_COLUMNS);
     zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
     for (int64_t k = 0; k < depth; k += TILE_COLUMNS) {
-      load_tile<6>(x + k * TILE_ROWS, TILE_BYTES);
-      if constexpr (TWO_X) load_tile<7>(next_x + k * TILE_ROWS, TILE_BYTES);
-      w.load<4>(k, depth - k);
+      load_panel<6>(w + k * PANEL, depth - k);
+      if constexpr (TWO_W) load_panel<7>(w + stride + k * PANEL, depth - k);
+      load_tile<4>(x + k * TILE_ROWS, TILE_BYTES);
       multiply_tiles<0, 4, 6>();
-      if constexpr (TWO_X) multiply_tiles<1, 4, 7>();
-      if constexpr (TWO_W) {
-        w.next().load<5>(k, depth - k);
+      if constexpr (TWO_W) multiply_tiles<1, 4, 7>();
+      if constexpr (TWO_X) {
+        load_tile<5>(next_x + k * TILE_ROWS, TILE_BYTES);
         multiply_tiles<2, 5, 6>();
-        if constexpr (TWO_X) multiply_tiles<3, 5, 7>();
+        if constexpr (TWO_W) multiply_tiles<3, 5, 7>();
       }
     }
     store_tile<0>(sums[0], TILE_BYTES);
-    if constexpr (TWO_X) store_tile<1>(sums[1], TILE_BYTES);
-    if constexpr (TWO_W) store_tile<2>(sums[2], TILE_BYTES);
-    if constexpr (TWO_W && TWO_X) store_tile<3>(sums[3], TILE_BYTES);
+    if constexpr (TWO_W) store_tile<1>(sums[1], TILE_BYTES);
+    if constexpr (TWO_X) store_tile<2>(sums[2], TILE_BYTES);
+    if constexpr (TWO_X && TWO_W) store_tile<3>(sums[3], TILE_BYTES);
   }
 
-  // A tile of sums, [rows of W, rows of x], to its place in out.
-  static void finish(const float* sums, int64_t x_rows, int64_t columns, const bf16* bias, bf16* out,
-                     int64_t out_stride) {
-    Vec totals[LANES];
-    __builtin_memcpy(totals, sums, sizeof totals);
-    transpose(totals);
-    const Vec shift = bias == nullptr ? Vec{} : load_some(bias, columns);
-    for (int64_t i = 0; i < x_rows; i++) store_some(out + i * out_stride, totals[i] + shift, columns);
+  // A piece of a panel, of which `columns` are left.
+  template <int TILE>
+  static void load_panel(const bf16* piece, int64_t columns) {
+    if (columns >= TILE_COLUMNS) return load_tile<TILE>(piece, TILE_BYTES);
+    alignas(64) bf16 padded[TILE_COLUMNS * PANEL] = {};
+    __builtin_memcpy(padded, piece, ceil_div(columns, PAIR) * TILE_BYTES);
+    load_tile<TILE>(padded, TILE_BYTES);
   }
 };
 

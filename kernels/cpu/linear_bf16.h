@@ -1,100 +1,126 @@
-// Linear layers of bfloat16 with bfloat16 on AVX512-BF16: one instruction multiplies 16 pairs of columns and adds them up.
+// Linear layers of bfloat16 with bfloat16 on AVX512-BF16: one instruction multiplies a pair of columns of 16 rows of W.
 //
-// Lanes run along the depth, a pair of columns in each, so neither W nor x has to be packed. A lane adds up its pairs one
-// after the other for every number of rows, and the lanes are added in a tree at the end: a row's result depends on
-// neither the rows beside it nor the thread. The instruction takes denormal numbers for 0.
+// Panels hold such pairs, and a pair of x meets them in all lanes: lanes are rows of W, and pairs are added one after the
+// other in whatever tile a row of x is, so its result depends on neither the rows beside it nor the thread. The
+// instruction takes denormal numbers for 0.
 #pragma once
 
+#include "linear_panels.h"
 #include "ops.h"
+#include "panels.h"
 #include "vec.h"
 
 #ifdef __AVX512BF16__
 
 namespace {
 
-// Rows of x against any rows of W, both read where they lie.
+constexpr int64_t MOST_ROWS = 14;  // of a tile: with two panels, 28 of 32 registers hold sums
+
+// Panels that a tile of so many rows multiplies at once: the more, the more places memory is read from.
+constexpr int panels_beside(int64_t rows) { return rows <= 1 ? 4 : rows <= 6 ? 3 : 2; }
+static_assert(panels_beside((MOST_ROWS + 1) / 2) == panels_beside(MOST_ROWS), "all tiles of a block have the same");
+
+// Rows of x against any panels. A thread keeps it while it multiplies.
 class PairsBlock {
  public:
-  static constexpr int64_t WEIGHT_ROWS = LANES;  // whose sums are folded at once
-  int64_t index = -1;                            // which rows of x are meant
+  int64_t index = -1;  // which rows of x these are
 
-  // Most rows whose elements fill a part of a second-level cache, where they stay while W passes.
-  static int64_t max_rows(int64_t depth) { return max(ROW_TILE, min(MAX_ROWS, CACHED_ELEMENTS / depth)); }
+  PairsBlock() {}  // leaves its memory as it is
 
-  void pack(int64_t which, const bf16* from, int64_t from_stride, int64_t count, int64_t columns) {
-    index = which, x = from, stride = from_stride, rows = count, depth = columns;
+  static int64_t max_rows(int64_t depth) {
+    return max(1, min(MAX_ROWS / MOST_ROWS, NEAR_PAIRS / (pairs_of(depth) * MOST_ROWS))) * MOST_ROWS;
+  }
+  static int64_t at_once(int64_t rows) { return panels_beside(ceil_div(rows, tiles_of(rows))); }
+
+  // Packs x tile after tile: [pairs, rows of the tile].
+  void take(int64_t which, const bf16* from, int64_t from_stride, int64_t count, int64_t columns) {
+    index = which, rows = count, pairs = pairs_of(columns), tiles = tiles_of(count);
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t first = tile_begin(t);
+      pack_tile(from + first * from_stride, from_stride, tile_begin(t + 1) - first, columns, x + first * pairs);
+    }
   }
 
-  // All rows of one weight matrix that fall into output columns [begin, end); its own columns start at `offset`.
-  void multiply_matrix(const Matrix& matrix, int64_t offset, int64_t begin, int64_t end, const bf16* bias, bf16* out,
-                       int64_t out_stride) const {
-    const int64_t last = min(end, offset + matrix.rows);
-    for (int64_t n = max(begin, offset); n < last; n += WEIGHT_ROWS) {
-      const bf16* data = static_cast<const bf16*>(matrix.data) + (n - offset) * matrix.stride;
-      multiply(data, matrix.stride, min(WEIGHT_ROWS, last - n), bias == nullptr ? nullptr : bias + n, out + n,
-               out_stride);
+  // out[i, j] = x row i times row j of the run's panels.
+  void multiply(const PanelRun& run, const bf16* bias, bf16* out, int64_t out_stride) const {
+    const int64_t several = at_once(rows), stride = run.matrix.stride;
+    for (int64_t p = run.begin, count; p < run.end; p += count) {
+      count = run.end - p < several ? 1 : several;
+      const bf16* w = static_cast<const bf16*>(run.matrix.data) + p * stride;
+      for (int64_t t = 0; t < tiles; t++) {
+        const int64_t first = tile_begin(t), width = tile_begin(t + 1) - first;
+        alignas(64) float sums[MAX_SUMS];
+        multiply_tile(t, w, stride, count, sums);
+        for (int64_t q = 0; q < count; q++)
+          store_sums(sums + q * PANEL, count * PANEL, width, run, p + q, bias, out + first * out_stride, out_stride);
+      }
     }
   }
 
  private:
-  static constexpr int STEP = 2 * LANES;  // columns
-  static constexpr int ROW_TILE = 3;      // most rows of x whose sums share the registers with those of
-  static constexpr int GROUP = 8;         // rows of W
-  static constexpr int64_t MAX_ROWS = 96, CACHED_ELEMENTS = 1 << 17;
-  static_assert(LANES % GROUP == 0, "a block of W is whole groups");
+  static constexpr int64_t MAX_ROWS = 14 * MOST_ROWS, NEAR_PAIRS = 1 << 17;  // of x: half of a second-level cache
+  static constexpr int64_t MAX_PAIRS = max(NEAR_PAIRS, MOST_ROWS * MAX_DEPTH / PAIR);
+  static constexpr int64_t MAX_SUMS = MOST_ROWS * 2 * PANEL;
+  static constexpr int STEP_BYTES = PAIR * PANEL * sizeof(bf16);  // of a panel
 
-  const bf16* x;
-  int64_t stride, rows, depth;
+  int64_t rows, pairs, tiles;
+  alignas(64) uint32_t x[MAX_PAIRS + LANES];
 
-  // out[i, j] = x row i times W row j, for `count` rows of W.
-  void multiply(const bf16* w, int64_t w_stride, int64_t count, const bf16* bias, bf16* out, int64_t out_stride) const {
-    const bf16* w_rows[LANES];  // the last one again where there are fewer
-    for (int64_t i = 0; i < LANES; i++) w_rows[i] = w + min(i, count - 1) * w_stride;
-    const Vec shift = bias == nullptr ? Vec{} : load_some(bias, count);
-    const int64_t tiles = ceil_div(rows, ROW_TILE);
-    int64_t ahead = GROUP * w_stride;  // from a row to the one that the first tile fetches meanwhile
-    for (int64_t t = 0; t < tiles; t++, ahead = 0) {
-      const int64_t first = rows * t / tiles, width = rows * (t + 1) / tiles - first;
-      Vec sums[ROW_TILE][LANES];
-      const auto add_up = width == 1   ? &PairsBlock::add_up<1>
-                          : width == 2 ? &PairsBlock::add_up<2>
-                                       : &PairsBlock::add_up<3>;
-      (this->*add_up)(x + first * stride, w_rows, ahead, sums);
-      for (int64_t i = 0; i < width; i++)
-        store_some(out + (first + i) * out_stride, sums_of(sums[i]) + shift, count);
+  static int64_t pairs_of(int64_t depth) { return ceil_div(depth, PAIR); }
+  static int64_t tiles_of(int64_t rows) { return ceil_div(rows, MOST_ROWS); }
+  int64_t tile_begin(int64_t t) const { return rows * t / tiles; }
+
+  // Whole vectors are stored, and what is too much of one is overwritten by the next.
+  static void pack_tile(const bf16* from, int64_t stride, int64_t count, int64_t columns, uint32_t* to) {
+    for (int64_t k = 0; k < columns; k += PAIR * LANES) {
+      const int64_t n = min(PAIR * LANES, columns - k);
+      const __mmask32 present = static_cast<uint32_t>(-1) >> (PAIR * LANES - n);
+      Vec lanes[LANES];
+      for (int64_t r = 0; r < LANES; r++)
+        lanes[r] = (Vec)_mm512_maskz_loadu_epi16(present, from + min(r, count - 1) * stride + k);
+      transpose(lanes);
+      for (int64_t i = 0; i < pairs_of(n); i++, to += count) store(reinterpret_cast<float*>(to), lanes[i]);
     }
   }
 
-  // sums[c][r] = lanes of row c of `from` times row r of W.
-  template <int ROWS>
-  void add_up(const bf16* from, const bf16* const* w, int64_t ahead, Vec (*sums)[LANES]) const {
-    for (int g = 0; g < LANES; g += GROUP) {
-      Vec acc[GROUP][ROWS] = {};
-      int64_t k = 0;
-      for (; k + STEP <= depth; k += STEP) {
-        for (int r = 0; r < GROUP; r++) __builtin_prefetch(w[g + r] + k + ahead);
-        multiply_step(from + k, w + g, k, acc, [](const bf16* p) { return _mm512_loadu_si512(p); });
+  // sums[i][q] = row i of tile t times the q-th of `count` panels. Meanwhile its share of the panels after these is
+  // fetched: by a tile alone, which waits for memory, into the second-level cache.
+  void multiply_tile(int64_t t, const bf16* w, int64_t stride, int64_t count, float* sums) const {
+    const Fetch fetch{reinterpret_cast<const char*>(w + count * stride) + pairs * t / tiles * STEP_BYTES,
+                      STEP_BYTES / tiles};
+    const uint32_t* from = x + tile_begin(t) * pairs;
+    with_constant<MOST_ROWS>(tile_begin(t + 1) - tile_begin(t), [&](auto width) {
+      constexpr int ROWS = decltype(width)::value, SEVERAL = panels_beside(ROWS);
+      const auto multiply = tiles > 1 ? count == 1 ? &PairsBlock::multiply_pairs<ROWS, 1, FIRST_LEVEL>
+                                                   : &PairsBlock::multiply_pairs<ROWS, SEVERAL, FIRST_LEVEL>
+                            : count == 1 ? &PairsBlock::multiply_pairs<ROWS, 1, SECOND_LEVEL>
+                                         : &PairsBlock::multiply_pairs<ROWS, SEVERAL, SECOND_LEVEL>;
+      (this->*multiply)(from, w, stride, fetch, sums);
+    });
+  }
+
+  template <int ROWS, int PANELS, CacheLevel INTO>
+  void multiply_pairs(const uint32_t* from, const bf16* w, int64_t stride, Fetch fetch, float* sums) const {
+    Vec acc[ROWS][PANELS];
+    for (int r = 0; r < ROWS; r++)  // one by one, else GCC keeps them in memory
+      for (int p = 0; p < PANELS; p++) acc[r][p] = Vec{};
+    for (int64_t k = 0; k < pairs; k++, from += ROWS, w += PAIR * PANEL) {
+      for (int p = 1; p < PANELS; p++) fetch.touch<STEP_BYTES, INTO>(p * stride * sizeof(bf16));
+      fetch.advance<STEP_BYTES, INTO>();
+      __m512i columns[PANELS];
+      for (int p = 0; p < PANELS; p++) {
+        columns[p] = _mm512_loadu_si512(w + p * stride);
+        KEEP_IN_REGISTER(columns[p]);  // else each use loads it again
       }
-      const __mmask32 present = (1u << (depth - k)) - 1;
-      if (present != 0)
-        multiply_step(from + k, w + g, k, acc, [=](const bf16* p) { return _mm512_maskz_loadu_epi16(present, p); });
-      for (int r = 0; r < GROUP; r++)
-        for (int c = 0; c < ROWS; c++) sums[c][g + r] = acc[r][c];
+      for (int r = 0; r < ROWS; r++) {
+        __m512i pair = _mm512_set1_epi32(from[r]);
+        KEEP_IN_REGISTER(pair);
+        for (int p = 0; p < PANELS; p++)
+          acc[r][p] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][p], (__m512bh)columns[p], (__m512bh)pair);
+      }
     }
-  }
-
-  // A step's columns: those of W from k on.
-  template <int ROWS, class Load>
-  void multiply_step(const bf16* from, const bf16* const* w, int64_t k, Vec (&acc)[GROUP][ROWS],
-                     const Load& load_step) const {
-    __m512i columns[ROWS];
-    for (int c = 0; c < ROWS; c++) columns[c] = load_step(from + c * stride);
-    for (int r = 0; r < GROUP; r++) {
-      __m512i row = load_step(w[r] + k);
-      KEEP_IN_REGISTER(row);  // else each use loads it again
-      for (int c = 0; c < ROWS; c++)
-        acc[r][c] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][c], (__m512bh)row, (__m512bh)columns[c]);
-    }
+    for (int r = 0; r < ROWS; r++)
+      for (int p = 0; p < PANELS; p++) store(sums + (r * PANELS + p) * PANEL, acc[r][p]);
   }
 };
 

@@ -12,45 +12,25 @@
 namespace {
 
 // Most rows of x whose sums over a panel share the registers: one more than tiles mostly have, for what is left over.
-constexpr int TILE = LANES == 4 ? 3 : 5;
+constexpr int TILE = LANES == 4 ? 3 : LANES == 8 ? 5 : 12;
 constexpr int MAX_TILE = TILE + 1;
-constexpr int MAX_TILES = 12;  // of a block of x
-constexpr int MAX_AT_ONCE = 4;
+constexpr int MAX_TILES = 12;             // of a block of x
 constexpr int64_t MAX_DEPTH = 32768;      // library.py sends larger ones to the reference
 constexpr int64_t NEAR_FLOATS = 1 << 16;  // of a block of x: half of a small second-level cache
 constexpr int64_t MAX_DEPTH_BLOCK = 576;  // columns of one pass: a panel and a tile's x fit a first-level cache
-constexpr int UNROLL = 4;                 // columns of a step: whole cache lines of a panel
+constexpr int PAIR = 2;                   // columns of a step
+constexpr int MAX_AT_ONCE = 4;
 
-// Panels that a tile multiplies at once: what hides the latency of a multiply-add and, beside a single row, what memory
-// is read fastest in (three places at once rather than one: 20 GB/s instead of 16 on a Zen 3 core).
-constexpr int at_once(int64_t rows) {
-  if (LANES == 4) return 1;
-  if (LANES == 16) return rows == 1 ? 4 : 2;
-  return rows == 1 ? 3 : rows == 2 ? 2 : 1;
-}
-
-// One column of a panel. Of bfloat16, 32 bits hold rows i and i + PANEL / 2.
-inline void load_column(const bf16* p, Vec (&column)[VECTORS]) {
-  if constexpr (VECTORS == 1) {
-    column[0] = load(p);
-  } else {
-    for (int v = 0; v < VECTORS / 2; v++) {
-      VecUint pairs;
-      __builtin_memcpy(&pairs, p + v * 2 * LANES, sizeof pairs);
-      column[v] = (Vec)(pairs << 16);
-      column[v + VECTORS / 2] = (Vec)(pairs & 0xffff0000);
-    }
+// Column i of a pair. Of bfloat16, 32 bits hold both columns of a row.
+inline void load_column(const bf16* pair, int i, Vec (&column)[VECTORS]) {
+  for (int v = 0; v < VECTORS; v++) {
+    VecUint both;
+    __builtin_memcpy(&both, pair + v * PAIR * LANES, sizeof both);
+    column[v] = (Vec)(i == 0 ? both << 16 : both & 0xffff0000);
   }
 }
-inline void load_column(const float* p, Vec (&column)[VECTORS]) {
-  for (int v = 0; v < VECTORS; v++) column[v] = load(p + v * LANES);
-}
-
-// Sums as load_column orders them -> as rows of W follow each other.
-template <class W>
-inline Vec in_order(Vec sums) {
-  if constexpr (VECTORS > 1 || sizeof(W) > sizeof(bf16)) return sums;
-  return pick(sums, sums, [](int i) { return i < LANES / 2 ? 2 * i : 2 * i + 1 - LANES; });
+inline void load_column(const float* pair, int i, Vec (&column)[VECTORS]) {
+  for (int v = 0; v < VECTORS; v++) column[v] = load(pair + i * PANEL + v * LANES);
 }
 
 // What one product of a tile needs.
@@ -80,7 +60,7 @@ inline void multiply_columns(Factors<W> factors, int64_t steps, Fetch& fetch, fl
     for (int i = 0; i < STEP; i++)
       for (int p = 0; p < PANELS; p++) {
         Vec column[VECTORS];
-        load_column(w + p * factors.panel_stride + i * PANEL, column);
+        load_column(w + p * factors.panel_stride, i, column);
         for (int v = 0; v < VECTORS; v++) KEEP_IN_REGISTER(column[v]);  // else each use loads it again
         for (int r = 0; r < ROWS; r++) {
           Vec element = fill(rows[r][k + i]);
@@ -94,38 +74,58 @@ inline void multiply_columns(Factors<W> factors, int64_t steps, Fetch& fetch, fl
       for (int v = 0; v < VECTORS; v++) store(sums + (r * PANELS + p) * PANEL + v * LANES, acc[r][p][v]);
 }
 
-template <class W, int ROWS, int PANELS>
+template <int ROWS, int PANELS, class W>
 void multiply_tile(Factors<W> factors, int64_t columns, bool add, Fetch fetch, float* sums) {
   if (!add) __builtin_memset(sums, 0, ROWS * PANELS * PANEL * sizeof(float));
-  const int64_t steps = columns / UNROLL, rest = columns % UNROLL;
-  multiply_columns<UNROLL, ROWS, PANELS>(factors, steps, fetch, sums);
-  if (rest == 0) return;
-  factors.x += steps * UNROLL, factors.w += steps * UNROLL * PANEL;
-  multiply_columns<1, ROWS, PANELS>(factors, rest, fetch, sums);
+  const int64_t pairs = columns / PAIR;
+  multiply_columns<PAIR, ROWS, PANELS>(factors, pairs, fetch, sums);
+  if (columns % PAIR == 0) return;
+  factors.x += pairs * PAIR, factors.w += pairs * PAIR * PANEL;
+  multiply_columns<1, ROWS, PANELS>(factors, 1, fetch, sums);
 }
 
+// What a first tile of `tiles`, whose steps read `step_bytes` of each panel from w on, fetches: its share of the panels
+// that follow after `elements`, or, alone, what is a little ahead.
 template <class W>
-using MultiplyTile = decltype(&multiply_tile<W, 1, 1>);
-template <class W>
-constexpr MultiplyTile<W> MULTIPLY_ONE[] = {multiply_tile<W, 1, 1>, multiply_tile<W, 2, 1>, multiply_tile<W, 3, 1>,
-                                            multiply_tile<W, 4, 1>, multiply_tile<W, 5, 1>, multiply_tile<W, 6, 1>};
-template <class W>
-constexpr MultiplyTile<W> MULTIPLY_SEVERAL[] = {
-    multiply_tile<W, 1, at_once(1)>, multiply_tile<W, 2, at_once(2)>, multiply_tile<W, 3, at_once(3)>,
-    multiply_tile<W, 4, at_once(4)>, multiply_tile<W, 5, at_once(5)>, multiply_tile<W, 6, at_once(6)>};
+inline Fetch fetch_beside(const W* w, int64_t elements, int64_t step_bytes, int64_t tiles) {
+  constexpr int64_t NEAR = 1024;  // bytes
+  const char* here = reinterpret_cast<const char*>(w);
+  return {tiles > 1 ? here + elements * static_cast<int64_t>(sizeof(W)) : here + NEAR, step_bytes / tiles};
+}
+
+// Panels that a tile multiplies at once: what hides the latency of a multiply-add and, beside a single row, what memory
+// is read fastest in (three places at once rather than one: 20 GB/s instead of 16 on a Zen 3 core).
+constexpr int panels_at_once(int64_t rows) {
+  if (LANES == 4) return 1;
+  if (LANES == 16) return rows == 1 ? 4 : 2;
+  return rows == 1 ? 3 : rows == 2 ? 2 : 1;
+}
+
+// out[i] = sums + bias, for the panel's columns of each row; `bias` and `out` begin with those of the run.
+template <class X>
+inline void store_sums(const float* sums, int64_t stride, int64_t rows, const PanelRun& run, int64_t panel,
+                       const X* bias, X* out, int64_t out_stride) {
+  const int64_t before = (panel - run.begin) * PANEL, columns = run.columns(panel);
+  for (int64_t j = 0; j < columns; j += LANES) {
+    const int64_t n = min(LANES, columns - j);
+    const Vec shift = bias == nullptr ? Vec{} : load_some(bias + before + j, n);
+    for (int64_t r = 0; r < rows; r++) {
+      const Vec totals = load(sums + r * stride + j);
+      store_some(out + r * out_stride + before + j, bias == nullptr ? totals : totals + shift, n);
+    }
+  }
+}
 
 // A block of rows of x as float32, against any panels. A thread keeps it while it multiplies.
 template <class X, class W>
-struct PanelBlock {
+class PanelBlock {
+ public:
   int64_t index = -1;  // which rows of x these are
-  int64_t rows, depth, tiles, stride;
-  const float* x;
-  alignas(64) float widened[TILE * MAX_DEPTH];
-  alignas(64) float sums[(MAX_TILES * TILE) * MAX_AT_ONCE * PANEL];
 
   PanelBlock() {}  // leaves its memory as it is
 
   static int64_t max_rows(int64_t depth) { return max(1, min(MAX_TILES, NEAR_FLOATS / (depth * TILE))) * TILE; }
+  static int64_t at_once(int64_t rows) { return rows <= MAX_TILE ? panels_at_once(rows) : 1; }
 
   void take(int64_t which, const X* from, int64_t from_stride, int64_t count, int64_t columns) {
     index = which, rows = count, depth = columns, tiles = max(1, ceil_div(count - 1, TILE));
@@ -140,56 +140,53 @@ struct PanelBlock {
     }
   }
 
-  int64_t tile_begin(int64_t t) const { return rows * t / tiles; }
-
   // out[i, j] = x row i times row j of the run's panels.
   void multiply(const PanelRun& run, const X* bias, X* out, int64_t out_stride) {
-    const int64_t several = at_once(ceil_div(rows, tiles)), panel_stride = run.matrix.stride;
+    const int64_t several = panels_at_once(ceil_div(rows, tiles)), panel_stride = run.matrix.stride;
     for (int64_t p = run.begin, count; p < run.end; p += count) {
       count = run.end - p < several ? 1 : several;
       add_up(static_cast<const W*>(run.matrix.data) + p * panel_stride, panel_stride, count);
-      for (int64_t q = 0; q < count; q++) {
-        const int64_t before = (p + q - run.begin) * PANEL;
-        finish(q, count, run.columns(p + q), bias == nullptr ? nullptr : bias + before, out + before, out_stride);
-      }
+      for (int64_t q = 0; q < count; q++)
+        store_sums(sums + q * PANEL, count * PANEL, rows, run, p + q, bias, out, out_stride);
     }
   }
+
+ private:
+  int64_t rows, depth, tiles, stride;
+  const float* x;
+  alignas(64) float widened[TILE * MAX_DEPTH];
+  alignas(64) float sums[MAX_TILES * TILE * MAX_AT_ONCE * PANEL];
+
+  int64_t tile_begin(int64_t t) const { return rows * t / tiles; }
 
   // sums[i][p][j] = x row i times row j of the p-th of `count` panels.
   void add_up(const W* w, int64_t panel_stride, int64_t count) {
-    constexpr int64_t NEAR = 1024, COLUMN_BYTES = PANEL * sizeof(W);  // NEAR: bytes ahead when a single tile passes
-    const char* next = reinterpret_cast<const char*>(tiles > 1 ? w + count * panel_stride : w) + (tiles > 1 ? 0 : NEAR);
+    const int64_t column_bytes = PANEL * sizeof(W);
+    const Fetch whole = fetch_beside(w, count * panel_stride, PAIR * column_bytes, tiles);
     for (int64_t k = 0; k < depth; k += MAX_DEPTH_BLOCK) {
       const int64_t columns = min(MAX_DEPTH_BLOCK, depth - k);
       for (int64_t t = 0; t < tiles; t++) {
-        const int64_t first = tile_begin(t), width = tile_begin(t + 1) - first;
-        const Fetch fetch{next + (k + columns * t / tiles) * COLUMN_BYTES, UNROLL * COLUMN_BYTES / tiles};
-        (count == 1 ? MULTIPLY_ONE<W> : MULTIPLY_SEVERAL<W>)[width - 1](
-            {x + first * stride + k, stride, w + k * PANEL, panel_stride}, columns, k > 0, fetch,
-            sums + first * count * PANEL);
-      }
-    }
-  }
-
-  // Panel q of `count` that were multiplied together, of whose rows `columns` exist.
-  void finish(int64_t q, int64_t count, int64_t columns, const X* bias, X* out, int64_t out_stride) const {
-    for (int64_t j = 0; j < columns; j += LANES) {
-      const int64_t n = min(LANES, columns - j);
-      const Vec shift = bias == nullptr ? Vec{} : load_some(bias + j, n);
-      for (int64_t r = 0; r < rows; r++) {
-        const Vec totals = in_order<W>(load(sums + (r * count + q) * PANEL + j));
-        store_some(out + r * out_stride + j, bias == nullptr ? totals : totals + shift, n);
+        const int64_t first = tile_begin(t);
+        Fetch fetch = whole;
+        fetch.next += (k + columns * t / tiles) * column_bytes;
+        const Factors<W> factors{x + first * stride + k, stride, w + k * PANEL, panel_stride};
+        float* to = sums + first * count * PANEL;
+        with_constant<MAX_TILE>(tile_begin(t + 1) - first, [&](auto width) {
+          constexpr int ROWS = decltype(width)::value;
+          count == 1 ? multiply_tile<ROWS, 1>(factors, columns, k > 0, fetch, to)
+                     : multiply_tile<ROWS, panels_at_once(ROWS)>(factors, columns, k > 0, fetch, to);
+        });
       }
     }
   }
 };
 
-template <class X, class W>
+// Block: rows of x that meet any panels, as PanelBlock.
+template <class X, class Block>
 void multiply_panels(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias, void* out,
                      int threads) {
-  using Block = PanelBlock<X, W>;
   if (rows == 0) return;
-  const PanelPlan plan(weights, rows, Block::max_rows(weights.depth), rows <= MAX_TILE ? at_once(rows) : 1, threads);
+  const PanelPlan plan(weights, rows, Block::max_rows(weights.depth), Block::at_once(rows), threads);
   parallel_for_with<Block>(plan.items(), threads, [&](auto& block, int64_t item) {
     const int64_t b = plan.block_of(item), first = plan.first_row(b);
     if (block.index != b)

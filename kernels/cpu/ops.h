@@ -45,14 +45,10 @@ struct Heads {
   int64_t token_stride, head_stride;
 };
 
-// Where weights that are no integers lie: row after row, the last dimension contiguous, which only builds that multiply
-// bfloat16 by bfloat16 in units of their own take, and only those; or as kernels/panels.py has it.
-enum class Layout : int32_t { ROWS = 0, PANELS = 1 };
-
-// Weights of a layout, or integers as kernels/quantized.py lays them out.
+// Weights as kernels/panels.py lays them out, or integers as kernels/quantized.py does.
 struct Matrix {
   const void* data;
-  int64_t rows, stride;  // elements from one row, or panel, to the next; not of integers
+  int64_t rows, stride;  // elements from one panel to the next; not of integers
   // Of integers only: float16 scales or null, offsets or null, float32 row scales.
   const void* scales;
   const void* offsets;
@@ -66,7 +62,6 @@ struct Weights {
   int64_t count, depth;
   int64_t group;  // columns that share a scale; 0: all
   DType offsets_dtype;
-  Layout layout;
 };
 
 // How a query's scores are made and which keys it sees.

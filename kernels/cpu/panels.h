@@ -10,23 +10,26 @@ constexpr int PANEL = 16;               // rows of W that lie interleaved
 constexpr int VECTORS = PANEL / LANES;  // of one element of each
 constexpr int PANEL_ITEMS_PER_THREAD = 16;
 
+// The hints of prefetch instructions. The second level takes more requests at once: enough to wait for memory.
+enum CacheLevel { FIRST_LEVEL = 3, SECOND_LEVEL = 2 };
+
 // What will be wanted next, fetched in the order in which it lies in memory: the processor's own prefetching stops at
 // the end of each page, and follows the first of several tiles of x only.
 struct Fetch {
   const char* next;
   int64_t bytes_per_step;
 
-  template <int STEP_BYTES>  // that a step reads
+  template <int STEP_BYTES, CacheLevel INTO = FIRST_LEVEL>  // that a step reads
   void advance() {
-    touch<STEP_BYTES>(0);
+    touch<STEP_BYTES, INTO>(0);
     next += bytes_per_step;
   }
 
   // What a step reads `distance` bytes further.
-  template <int STEP_BYTES>
+  template <int STEP_BYTES, CacheLevel INTO = FIRST_LEVEL>
   void touch(int64_t distance) const {
     constexpr int LINE = 64;
-    for (int i = 0; i < STEP_BYTES; i += LINE) __builtin_prefetch(next + distance + i);
+    for (int i = 0; i < STEP_BYTES; i += LINE) __builtin_prefetch(next + distance + i, 0, INTO);
   }
 };
 

@@ -42,10 +42,23 @@ struct half {
   uint16_t bits;
 };
 
-inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+// body(Constant<n>), for n in 1 .. MOST.
+template <int MOST, class Body>
+inline void with_constant(int64_t n, const Body& body) {
+  if constexpr (MOST > 1)
+    if (n < MOST) return with_constant<MOST - 1>(n, body);
+  body(Constant<MOST>{});
+}
 
 inline Vec fill(float x) { return x - Vec{}; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }

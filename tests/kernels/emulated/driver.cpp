@@ -27,64 +27,53 @@ void compare(const char* what, int64_t size, float tolerance, const Run& run, fl
 template <class T>
 constexpr float TOLERANCE = sizeof(T) == 2 ? 1.01f / 128 : 1e-4f;  // two units of bfloat16's last place at most
 
-// `by_rows` (or null): the same weights for the builds that take rows as they are.
 template <class X>
-void linear_case(const char* what, const Weights& weights, const Weights* by_rows, int64_t rows, bool with_bias) {
+void linear_case(const char* what, const Weights& weights, int64_t rows, bool with_bias) {
   Reserve reserve;
-  const auto weights_for = [&](const Ops& ops) -> const Weights& {
-    return by_rows != nullptr && (&ops == &ops_avx512bf16 || &ops == &ops_amx) ? *by_rows : weights;
-  };
   const int64_t stride = weights.depth + 3;
   int64_t columns = 0;
   for (int64_t i = 0; i < weights.count; i++) columns += weights.matrices[i].rows;
   const X *x = random<X>(reserve, rows * stride), *bias = random<X>(reserve, columns);
   const auto run = [&](const Ops& ops, X* out) {
-    ops.linear(type_of<X>(), x, stride, rows, weights_for(ops), with_bias ? bias : nullptr, out, 1);
+    ops.linear(type_of<X>(), x, stride, rows, weights, with_bias ? bias : nullptr, out, 1);
   };
   compare<X>(what, rows * columns, TOLERANCE<X>, run);
   for (const Ops* build : BUILDS) {  // a row alone has the same bits
     X *all = reserve.get<X>(rows * columns), *alone = reserve.get<X>(columns);
     run(*build, all);
-    build->linear(type_of<X>(), x + (rows - 1) * stride, stride, 1, weights_for(*build), with_bias ? bias : nullptr, alone,
-                  1);
+    build->linear(type_of<X>(), x + (rows - 1) * stride, stride, 1, weights, with_bias ? bias : nullptr, alone, 1);
     const bool same = __builtin_memcmp(alone, all + (rows - 1) * columns, columns * sizeof(X)) == 0;
     report(build->isa, "linear, a row alone", type_name<X>(), same ? 0 : 1, 0);
   }
 }
 
-// `rows` in the order of kernels/panels.py.
+// Rows [rows, depth], `stride` apart, in the order of kernels/panels.py.
 template <class W>
-Matrix in_panels(Reserve& reserve, const Matrix& rows, int64_t depth) {
-  constexpr int64_t PANEL = 16;
-  W* packed = reserve.get<W>((rows.rows + PANEL - 1) / PANEL * PANEL * depth);
-  __builtin_memset(packed, 0, (rows.rows + PANEL - 1) / PANEL * PANEL * depth * sizeof(W));
-  for (int64_t r = 0; r < rows.rows; r++)
-    for (int64_t k = 0; k < depth; k++) {
-      const int64_t within = r % PANEL, half = PANEL / 2;
-      const int64_t place = sizeof(W) == 2 ? 2 * (within % half) + within / half : within;
-      packed[(r / PANEL * depth + k) * PANEL + place] = static_cast<const W*>(rows.data)[r * rows.stride + k];
-    }
-  return {packed, rows.rows, depth * PANEL, nullptr, nullptr, nullptr};
+Matrix in_panels(Reserve& reserve, const W* data, int64_t rows, int64_t depth, int64_t stride) {
+  constexpr int64_t PANEL = 16, UNIT = sizeof(W) == 2 ? 2 : 1;  // columns that lie side by side
+  const int64_t panels = (rows + PANEL - 1) / PANEL, panel_size = (depth + UNIT - 1) / UNIT * UNIT * PANEL;
+  W* packed = reserve.get<W>(panels * panel_size);
+  __builtin_memset(packed, 0, panels * panel_size * sizeof(W));
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t k = 0; k < depth; k++)
+      packed[r / PANEL * panel_size + (k / UNIT * PANEL + r % PANEL) * UNIT + k % UNIT] = data[r * stride + k];
+  return {packed, rows, panel_size, nullptr, nullptr, nullptr};
 }
 
 template <class X, class W>
 void float_linears() {
   const int64_t depths[] = {1, 31, 32, 33, 100, 576, 1540}, widths[] = {1, 15, 16, 33, 64, 97};
   const int64_t counts[] = {1, 2, 9, 17, 33, 50, 150};
-  constexpr bool BY_ROWS = sizeof(X) == 2 && sizeof(W) == 2;
   int next = 0;
   for (int64_t depth : depths)
     for (int64_t width : widths) {
       Reserve reserve;
       const int64_t stride = depth + 5, rows = counts[next++ % 7], parts = next % 3 == 0 ? 2 : 1;
       const W* data = random<W>(reserve, (width + 40) * stride);
-      const Matrix plain[] = {{data, width, stride, nullptr, nullptr, nullptr},
-                              {data + width * stride, 40, stride, nullptr, nullptr, nullptr}};
-      const Matrix packed[] = {in_panels<W>(reserve, plain[0], depth), in_panels<W>(reserve, plain[1], depth)};
-      const Weights by_rows{type_of<W>(), plain, parts, depth, 0, FLOAT32, Layout::ROWS};
+      const Matrix packed[] = {in_panels(reserve, data, width, depth, stride),
+                               in_panels(reserve, data + width * stride, 40, depth, stride)};
       linear_case<X>(sizeof(W) == 2 ? "linear over bfloat16" : "linear over float32",
-                     {type_of<W>(), packed, parts, depth, 0, FLOAT32, Layout::PANELS}, BY_ROWS ? &by_rows : nullptr, rows,
-                     next % 2 == 0);
+                     {type_of<W>(), packed, parts, depth, 0, FLOAT32}, rows, next % 2 == 0);
     }
 }
 
@@ -105,7 +94,7 @@ void integer_linears(DType dtype) {
         for (int64_t i = 0; i < panels * groups * 16; i++) scales[i] = static_cast<uint16_t>(0x3000 + draw() % 1024);
         const Matrix part{data, width, 0, dtype == INT4 ? scales : nullptr, nullptr, row_scales};
         linear_case<X>(dtype == INT4 ? "linear over int4" : "linear over int8",
-                       {dtype, &part, 1, depth, group, FLOAT32, Layout::PANELS}, nullptr, rows, true);
+                       {dtype, &part, 1, depth, group, FLOAT32}, rows, true);
       }
 }
 
