@@ -1,11 +1,11 @@
-"""How fast linear layers run: against reading the same bytes, and against torch in float32, in the same run.
+"""How fast linear layers run: against reading the same bytes, and against torch, in the same run.
 
     python -m bench.kernels.bench_linear [--threads 2] [--rounds 15] [--json FILE]
 
 All linears of SmolLM2-135M with its head, 269 MB of bfloat16, in the order of a decode step, so that no cache holds
-them; activations are float32. Each round times everything once, one after the other so that noise meets all alike:
-a sum over the bytes (the read), our linears and torch's float32 ones at several batch sizes, then one layer at 1,024
-rows. Ratios are taken within a round; values are medians over rounds. Bars:
+them; activations, and torch's weights, have the dtype that `auto` is on this machine. Each round times everything once,
+one after the other so that noise meets all alike: a sum over the bytes (the read), our linears and torch's at several
+batch sizes, then one layer at 1,024 rows. Ratios are taken within a round; values are medians over rounds. Bars:
 `BAR name value op threshold PASS|FAIL|NOT-RUN (why)`, one a line.
 
 - decode_1_row_share_of_read: time of the read by time of all linears at one row.
@@ -30,8 +30,12 @@ import torch.nn.functional as F
 
 from bench.arguments import new_file, positive
 from bench.bars import Bar, report
+from engine.checkpoint import resolve_dtype
+from engine.weights import TORCH_DTYPES
 from kernels.linear import LinearWeights, linear
+from kernels.panels import pack
 
+DTYPE = TORCH_DTYPES[resolve_dtype("auto")]
 NUM_LAYERS, HIDDEN, INNER, KV, VOCAB = 30, 576, 1536, 192, 49152
 LAYER = (((HIDDEN, KV, KV), HIDDEN), ((HIDDEN,), HIDDEN), ((INNER, INNER), HIDDEN), ((HIDDEN,), INNER))
 DECODE_ROWS = (1, 4, 8, 16)
@@ -40,7 +44,9 @@ PREFILL_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The same weights for us (views of one piece of memory, as of a mapped file) and for torch."""
+    """The same weights in bfloat16 panels for us and in DTYPE for torch. A read is a sum over `memory`, which holds as
+    many bytes as the panels.
+    """
 
     memory: torch.Tensor
     ours: list[LinearWeights]
@@ -61,13 +67,13 @@ def make_model() -> Model:
         for rows in part_rows:
             parts.append(memory[begin : begin + rows * columns].view(rows, columns))
             begin += rows * columns
-        ours.append(LinearWeights(tuple(parts)))
-        torchs.append(torch.cat(parts).float())
+        ours.append(LinearWeights(tuple(map(pack, parts))))
+        torchs.append(torch.cat(parts).to(DTYPE))
     return Model(memory, ours, torchs)
 
 
-def inputs(rows: int) -> dict[int, torch.Tensor]:
-    return {columns: torch.randn(rows, columns) for columns in (HIDDEN, INNER)}
+def inputs(rows: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    return {columns: torch.randn(rows, columns).to(dtype) for columns in (HIDDEN, INNER)}
 
 
 def run_ours(weights: list[LinearWeights], x: dict[int, torch.Tensor]) -> None:
@@ -133,7 +139,10 @@ def bars(model: Model, rounds: list[Round]) -> list[Bar]:
 
 def table(model: Model, rounds: list[Round]) -> list[str]:
     read = statistics.median(r.read for r in rounds)
-    lines = [f"read: {model.num_bytes / 1e6:.0f} MB in {read * 1e3:.1f} ms, {model.num_bytes / read / 1e9:.1f} GB/s"]
+    lines = [
+        f"activations: {DTYPE}",
+        f"read: {model.num_bytes / 1e6:.0f} MB in {read * 1e3:.1f} ms, {model.num_bytes / read / 1e9:.1f} GB/s",
+    ]
     for rows in (*DECODE_ROWS, PREFILL_ROWS):
         ours, torchs = (
             statistics.median(times) for times in zip(*((r.ours[rows], r.torchs[rows]) for r in rounds), strict=True)
@@ -141,7 +150,7 @@ def table(model: Model, rounds: list[Round]) -> list[str]:
         what = "one layer" if rows == PREFILL_ROWS else "all linears"
         lines.append(
             f"{rows} rows, {what}: {ours * 1e3:.1f} ms, {flops(model, rows) / ours / 1e9:.0f} GFLOP/s; "
-            f"torch float32 {torchs * 1e3:.1f} ms, {flops(model, rows) / torchs / 1e9:.0f} GFLOP/s"
+            f"torch {torchs * 1e3:.1f} ms, {flops(model, rows) / torchs / 1e9:.0f} GFLOP/s"
         )
     return lines
 
@@ -166,7 +175,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = make_model()
-    x = {rows: inputs(rows) for rows in (*DECODE_ROWS, PREFILL_ROWS)}
+    x = {rows: inputs(rows, DTYPE) for rows in (*DECODE_ROWS, PREFILL_ROWS)}
     run_round(model, x)
     rounds = [run_round(model, x) for _ in range(arguments.rounds)]
     report_linears(arguments, table(model, rounds), bars(model, rounds), [asdict(r) for r in rounds])

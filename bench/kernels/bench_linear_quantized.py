@@ -104,7 +104,7 @@ def run_rounds(num_rounds: int) -> tuple[list[Round], dict[str, Model]]:
     models = {kind: make_model(kind) for kind in FORMATS}
     plain = [torch.randn(sum(rows), columns) for rows, columns in LAYER]
     int8_of_torch = make_int8_of_torch()
-    x = {rows: inputs(rows) for rows in (*ROWS, PREFILL_ROWS)}
+    x = {rows: inputs(rows, torch.float32) for rows in (*ROWS, PREFILL_ROWS)}
     narrow = {columns: one.bfloat16() for columns, one in x[1].items()}
 
     def one_round() -> Round:
