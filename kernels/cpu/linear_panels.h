@@ -12,7 +12,7 @@
 namespace {
 
 // Most rows of x whose sums over a panel share the registers: one more than tiles mostly have, for what is left over.
-constexpr int TILE = LANES == 4 ? 3 : LANES == 8 ? 5 : 12;
+constexpr int TILE = LANES == 4 ? 3 : LANES == 8 ? 5 : 8;
 constexpr int MAX_TILE = TILE + 1;
 constexpr int MAX_TILES = 12;             // of a block of x
 constexpr int64_t MAX_DEPTH = 32768;      // library.py sends larger ones to the reference
