@@ -39,7 +39,7 @@ class PairDecodeProducts {
                   const float* factors) {
     alignas(64) bf16 rounded[G][DECODE_TILE];
     for (int g = 0; g < G; g++)
-      for (int64_t i = 0; i < tile.count; i += LANES) store_rounded(rounded[g] + i, load(weights[g] + i));
+      for (int64_t i = 0; i < tile.count; i += LANES) store_normal(rounded[g] + i, load(weights[g] + i));
     constexpr int CHUNKS = G <= 3 ? 2 : 1;  // of TILE_COLUMNS: sums that hide the latency and fit the registers
     int64_t d = 0;
     for (; d + CHUNKS * TILE_COLUMNS <= head_dim; d += CHUNKS * TILE_COLUMNS)

@@ -44,12 +44,6 @@ inline Vec add_pairs(Vec sums, Vec left, Vec right) {
   return (Vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)left, (__m512bh)right);
 }
 
-// LANES numbers rounded, denormal ones to 0. Not two vectors at once: Bochs 3.0 mistakes that instruction.
-inline void store_rounded(bf16* to, Vec v) {
-  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
-  __builtin_memcpy(to, &rounded, sizeof rounded);
-}
-
 // Two rows of TILE_COLUMNS as pairs of one and the other: those of the first LANES columns, and of the last.
 struct PairsOfRows {
   Vec low, high;

@@ -115,7 +115,7 @@ class PackedProducts {
   void round_weights(int64_t first, int64_t end, int64_t count) {
     for (int64_t r = first; r < end; r++)
       for (int64_t i = 0; i < count; i += LANES)
-        store_rounded(weights + r % ROWS * PREFILL_TILE + i, load(scores(r) + i) * tile.value_factors(i));
+        store_normal(weights + r % ROWS * PREFILL_TILE + i, load(scores(r) + i) * tile.value_factors(i));
   }
 };
 

@@ -109,7 +109,7 @@ int64_t rope(const Heads& q, const Heads& k, int64_t head_dim, const int64_t* po
 
 // x / (1 + e^-z) without an exponential that overflows.
 inline Vec gated(Vec x, Vec z) {
-  const Vec small = exp(-max(z, -z));
+  const Vec small = exp2(max(z, -z) * -LOG2_E);
   return x * (z > 0.f ? fill(1.f) : small) / (1.f + small);
 }
 

@@ -7,7 +7,6 @@ namespace {
 
 // The same weights from powers of two instead of e.
 inline Scoring in_powers_of_two(Scoring scoring) {
-  constexpr float LOG2_E = 1.44269504f;
   scoring.scale *= LOG2_E;
   scoring.soft_cap *= LOG2_E;
   return scoring;
