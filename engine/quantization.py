@@ -12,7 +12,7 @@ from engine.config_fields import CheckpointError, Fields
 Quantization = Literal["none", "int8", "int4", "gguf"]
 Method = Literal["awq", "gptq", "gguf"]
 
-QUANTIZER_VERSION = 2  # raise it when the same weights would become other integers, or lie in another order
+QUANTIZER_VERSION = 3  # raise it when the same weights would become other integers, or lie in another order
 BLOCKS_SUFFIX = ".gguf_blocks"  # in place of .weight, where gguf_convert.py kept a file's blocks
 GPTQ_SUFFIX = ".qweight"  # of AWQ too
 BYTES_PER_WEIGHT = {"int8": 1.0, "int4": 0.5 + 4 / 32}  # with scale and offset, 16 bits each, for 32 weights

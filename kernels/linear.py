@@ -71,9 +71,8 @@ def linear(x: torch.Tensor, weights: LinearWeights, *, backend: Backend | None =
     """x W^T + bias, W being the parts on top of each other. Sums are float32 or exact, and rounded once.
 
     x: [M, K], of the bias's dtype. Weights in bfloat16 are widened exactly as they are read, so float32 x gives the
-    answers of a float32 model for half of its memory. With quantised weights an implementation may round x to integers,
-    each group of columns by its largest value: to 16 bits in groups of up to 128, beside weights of 4 bits to 8 in
-    groups of 32. Returns [M, sum of N_i] in x's dtype.
+    answers of a float32 model for half of its memory. With quantised weights an implementation may round x to integers
+    of 8 bits, each group of 32 columns by its largest value. Returns [M, sum of N_i] in x's dtype.
     Raises ValueError or TypeError for shapes and dtypes.
     """
     check_shape("x", x, (None, weights.columns))

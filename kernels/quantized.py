@@ -25,7 +25,7 @@ MIDDLE = 8  # what a 4-bit q stands for when there are no offsets: q - 8
 class QuantizedMatrix:
     """W [rows, columns] in 8 or 4 bits. Shapes, with P = ceil(rows / PANEL), S = ceil(columns / STEP), G groups:
 
-    packed: int8 [P, S, 4, PANEL, 2] holds column 8s + 2j + p of a row at [s, j, row, p]; or
+    packed: int8 [P, S, 2, PANEL, 4] holds column 8s + 4j + i of a row at [s, j, row, i]; or
         uint8 [P, S, PANEL, 4], where [s, row, i] holds column 8s + i in its lower half, column 8s + 4 + i in its upper.
     row_scales: float32 [P * PANEL].
     scales: float16 [P, G, PANEL], or none: 1. 4-bit matrices have them.
@@ -43,7 +43,7 @@ class QuantizedMatrix:
     def __post_init__(self) -> None:
         num_panels, num_steps = -(-self.rows // PANEL), -(-self.columns // STEP)
         if self.packed.dtype == torch.int8:
-            check_shape("packed", self.packed, (num_panels, num_steps, 4, PANEL, 2))
+            check_shape("packed", self.packed, (num_panels, num_steps, 2, PANEL, 4))
         else:
             check_dtype("packed", self.packed, torch.uint8)
             check_shape("packed", self.packed, (num_panels, num_steps, PANEL, 4))
@@ -115,7 +115,7 @@ def pack(
     padded[:rows, :columns] = levels
     steps = padded.view(num_panels, PANEL, num_steps, STEP)
     if bits == 8:
-        packed = steps.to(torch.int8).view(num_panels, PANEL, num_steps, 4, 2).permute(0, 2, 3, 1, 4)
+        packed = steps.to(torch.int8).view(num_panels, PANEL, num_steps, 2, 4).permute(0, 2, 3, 1, 4)
     else:
         nibbles = steps.to(torch.uint8).transpose(1, 2)
         packed = nibbles[..., :4] | nibbles[..., 4:] << 4

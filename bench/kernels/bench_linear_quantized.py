@@ -81,7 +81,7 @@ def make_matrix(kind: str, rows: int, columns: int) -> QuantizedMatrix:
     panels, steps, row_scales = rows // PANEL, columns // STEP, torch.ones(rows)
     if kind == "int8":
         return QuantizedMatrix(
-            rows, columns, torch.randint(-127, 128, (panels, steps, 4, PANEL, 2), dtype=torch.int8), row_scales
+            rows, columns, torch.randint(-127, 128, (panels, steps, 2, PANEL, 4), dtype=torch.int8), row_scales
         )
     packed = torch.randint(0, 256, (panels, steps, PANEL, 4), dtype=torch.uint8)
     scales = torch.rand(panels, columns // INT4_GROUP, PANEL).half()

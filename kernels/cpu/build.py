@@ -34,7 +34,7 @@ _FLAGS = (
 _LINK_FLAGS = ("-shared", "-Wl,--as-needed", "-Wl,-z,defs")
 _BASELINE: dict[str, tuple[str, ...]] = {"baseline": ()}
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mbmi2")
-_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-DBASE_OPS=ops_avx512")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-DBASE_OPS=ops_avx512")
 _X86_LEVELS: dict[str, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
     "avx512": _AVX512,

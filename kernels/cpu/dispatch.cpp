@@ -36,11 +36,12 @@ static bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-// Older compilers know no name for it either.
+// Older compilers know no names for these either. The build also multiplies bytes by VNNI.
 static bool has_avx512bf16() {
-  constexpr unsigned AVX512_BF16 = 1 << 5;
+  constexpr unsigned AVX512_VNNI = 1 << 11, AVX512_BF16 = 1 << 5;
   unsigned a, b, c, d;
-  return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & AVX512_BF16) != 0;
+  if (!has_avx512() || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (c & AVX512_VNNI) == 0) return false;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & AVX512_BF16) != 0;
 }
 
 #if defined(__linux__)

@@ -13,160 +13,189 @@
 
 namespace {
 
-constexpr int ROW_TILE = 4;   // most rows of x whose sums share the registers
-constexpr int MAX_ROW_TILES = 4;  // of one item: its x stays in a first-level cache
+// Of one item. Its x stays in a cache: the first level, or the second beside panels that fill the first.
+constexpr int MAX_ROW_TILES = LANES == 16 ? 14 : 4;
 
-// Where a panel lies.
-struct Panel {
+// Panels that a tile multiplies at once, with as many sums as 32 registers hold: each cell of x meets four of W. Memory
+// is also read faster in several places at once.
+constexpr int PANELS = LANES == 16 ? 4 : 1;
+constexpr CacheLevel INTO = PANELS > 1 ? SECOND_LEVEL : FIRST_LEVEL;  // what the next ones are fetched
+
+// Adjoining panels.
+struct Panels {
   const uint8_t* steps;
-  int64_t bytes;               // of its steps
-  const half* scales;          // [groups, PANEL], or null: 1
+  const half* scales;          // [panels, groups, PANEL], or null: 1
   const half* narrow_offsets;  // likewise, or null
   const float* wide_offsets;   // likewise, or null
-  const float* row_scales;
+  int64_t bytes, values;       // from the steps, and from the scales, of one panel to those of the next
+  int64_t shift;               // a group of W is 2^shift of x
 
   bool has_offsets() const { return narrow_offsets != nullptr || wide_offsets != nullptr; }
   Vec offset(int64_t i) const { return wide_offsets != nullptr ? load(wide_offsets + i) : load(narrow_offsets + i); }
 };
 
-// Adds the products of a step.
+template <int ROWS>
+using TileSums = VecInt[ROWS][PANELS][VECTORS];
+
+// Adds the products of a step. x: cells [CELLS, ROWS].
 template <class Format, int ROWS>
-inline void multiply_step(const typename Format::Value* values, int64_t stride, const uint8_t* step,
-                          VecInt (*acc)[VECTORS]) {
-  for (int j = 0; j < Format::CELLS; j++) {
-    VecInt rows[VECTORS];
-    for (int v = 0; v < VECTORS; v++) rows[v] = Format::cell(step, v, j);
-    for (int r = 0; r < ROWS; r++) {
-      const VecInt columns = load_cell(values + r * stride + j * (STEP_COLUMNS / Format::CELLS));
+inline void multiply_step(const int32_t* x, const uint8_t* step, int64_t panel_bytes, TileSums<ROWS>& acc) {
+  for (int j = 0; j < Format::CELLS; j++, x += ROWS) {
+    VecInt rows[PANELS][VECTORS];
+    for (int p = 0; p < PANELS; p++)
       for (int v = 0; v < VECTORS; v++) {
-        acc[r][v] = Format::add_products(acc[r][v], rows[v], columns);
-        KEEP_IN_REGISTER(acc[r][v]);
+        rows[p][v] = Format::cell(step + p * panel_bytes, v, j);
+        KEEP_IN_REGISTER(rows[p][v]);
       }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      VecInt columns = fill_int(x[r]);
+      KEEP_IN_REGISTER(columns);
+      for (int p = 0; p < PANELS; p++)
+        for (int v = 0; v < VECTORS; v++) {
+          acc[r][p][v] = Format::add_products(acc[r][p][v], rows[p][v], columns);
+          KEEP_IN_REGISTER(acc[r][p][v]);
+        }
     }
   }
 }
 
-// sums[r][v] = panel times x row first + r. Group g of x belongs to group g >> groups_shift of W.
-template <class Format, int ROWS>
-void multiply_panel(const QuantizedRows<typename Format::Value>& x, int64_t first, int64_t groups_shift,
-                    const Panel& panel, Fetch fetch, Vec (*sums)[VECTORS]) {
-  const auto* values = x.values + first * x.stride;
-  const float* scales = x.scales + first * x.groups;
-  const float* totals = x.totals + first * x.groups;
-  const int32_t* starts = x.starts + first * x.groups;
-  const uint8_t* step = panel.steps;
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECTORS; v++) sums[r][v] = Vec{};
-  for (int64_t g = 0; g < x.groups; g++) {
-    VecInt acc[ROWS][VECTORS];
-    for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECTORS; v++) acc[r][v] = fill_int(starts[r * x.groups + g]);
-    const int64_t end = min(x.stride, (g + 1) * x.group);
-    for (int64_t k = g * x.group; k < end; k += STEP_COLUMNS, step += Format::STEP_BYTES) {
-      multiply_step<Format, ROWS>(values + k, x.stride, step, acc);
-      fetch.advance<Format::STEP_BYTES>();
-    }
-    const int64_t at = (g >> groups_shift) * PANEL;
-    Vec scale[VECTORS], offset[VECTORS];
+// How integers of W become its values.
+enum class Scaling { BY_ROW, BY_GROUP, WITH_OFFSETS };
+
+// sums[r][p] += what integers of group g of x and of W stand for.
+template <class Format, int ROWS, Scaling SCALING>
+inline void add_group(const TileSums<ROWS>& acc, const XGroup& x, const Panels& panels, int64_t g, float* sums) {
+#pragma GCC unroll 16
+  for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 16
     for (int v = 0; v < VECTORS; v++) {
-      scale[v] = panel.scales != nullptr ? load(panel.scales + at + v * LANES) : fill(1.f);
-      offset[v] = panel.has_offsets() ? panel.offset(at + v * LANES) : Vec{};
-    }
-    for (int r = 0; r < ROWS; r++) {
-      const Vec x_scale = fill(scales[r * x.groups + g]), x_total = fill(totals[r * x.groups + g]);
-      for (int v = 0; v < VECTORS; v++) {
-        const Vec products = __builtin_convertvector(Format::sums(acc[r][v]), Vec) * x_scale;
-        sums[r][v] += products * scale[v];
-        sums[r][v] += x_total * offset[v];
+      const int64_t at = p * panels.values + (g >> panels.shift) * PANEL + v * LANES;
+      const Vec scale = SCALING == Scaling::BY_ROW ? fill(1.f) : load(panels.scales + at);
+      const Vec offset = SCALING == Scaling::WITH_OFFSETS ? panels.offset(at) : Vec{};
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        float* to = sums + (r * PANELS + p) * PANEL + v * LANES;
+        Vec sum = load(to) + __builtin_convertvector(Format::end(acc[r][p][v]), Vec) * (scale * x.scales[r]);
+        if (SCALING == Scaling::WITH_OFFSETS) sum += x.totals[r] * offset;
+        store(to, sum);
       }
     }
+}
+
+// sums[r][p] = rows of panel p times row r of x's tile that begins with row `first`.
+template <class Format, int ROWS>
+void multiply_tile(const QuantizedRows<Format>& x, int64_t first, const Panels& panels, Fetch fetch, float* sums) {
+  constexpr int64_t GROUP_STEPS = GROUP / STEP_COLUMNS;
+  const int32_t* cells = x.cells + first * x.row_cells();
+  const uint8_t* step = panels.steps;
+  Vec zero = {};
+  KEEP_IN_REGISTER(zero);  // else this becomes a string instruction, which takes longer
+  for (int i = 0; i < ROWS * PANELS * PANEL; i += LANES) store(sums + i, zero);
+  for (int64_t g = 0; g < x.groups; g++) {
+    const XGroup group = x.group(first, ROWS, g);
+    TileSums<ROWS> acc;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+      for (int p = 0; p < PANELS; p++)
+        for (int v = 0; v < VECTORS; v++) acc[r][p][v] = fill_int(group.starts[r]);
+    for (int64_t s = min(GROUP_STEPS, x.steps - g * GROUP_STEPS); s > 0; s--) {
+      for (int p = 1; p < PANELS; p++) fetch.touch<Format::STEP_BYTES, INTO>(p * panels.bytes);
+      fetch.advance<Format::STEP_BYTES, INTO>();
+      multiply_step<Format, ROWS>(cells, step, panels.bytes, acc);
+      cells += Format::CELLS * ROWS, step += Format::STEP_BYTES;
+    }
+    asm volatile("" ::: "memory");  // else sums stay in registers, which those of products need
+    if (panels.has_offsets()) {
+      add_group<Format, ROWS, Scaling::WITH_OFFSETS>(acc, group, panels, g, sums);
+    } else if (panels.scales != nullptr) {
+      add_group<Format, ROWS, Scaling::BY_GROUP>(acc, group, panels, g, sums);
+    } else {
+      add_group<Format, ROWS, Scaling::BY_ROW>(acc, group, panels, g, sums);
+    }
   }
 }
 
-template <class Format>
-constexpr decltype(&multiply_panel<Format, 1>) MULTIPLY_ROWS[ROW_TILE] = {
-    multiply_panel<Format, 1>, multiply_panel<Format, 2>, multiply_panel<Format, 3>, multiply_panel<Format, 4>};
-
-template <class X>
-inline void store_panel(const Vec* sums, const float* row_scales, const X* bias, X* out, int64_t columns) {
-  for (int64_t v = 0; v * LANES < columns; v++) {
-    const int64_t n = min(LANES, columns - v * LANES);
-    Vec totals = sums[v] * load(row_scales + v * LANES);
-    if (bias != nullptr) totals += load_some(bias + v * LANES, n);
-    store_some(out + v * LANES, totals, n);
-  }
+// The multiply_tile for a number of rows.
+template <class Format, int ROWS = ROW_TILE>
+constexpr decltype(&multiply_tile<Format, 1>) multiply_tile_of(int64_t rows) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return multiply_tile_of<Format, ROWS - 1>(rows);
+  return multiply_tile<Format, ROWS>;
 }
-
-inline Panel panel_of(const Weights& weights, const Matrix& matrix, int64_t index, int64_t step_bytes,
-                      int64_t groups) {
-  const int64_t bytes = ceil_div(weights.depth, STEP_COLUMNS) * step_bytes, at = index * groups * PANEL;
-  const auto* scales = static_cast<const half*>(matrix.scales);
-  const bool wide = weights.offsets_dtype == FLOAT32;
-  return {
-      static_cast<const uint8_t*>(matrix.data) + index * bytes,
-      bytes,
-      scales == nullptr ? nullptr : scales + at,
-      matrix.offsets == nullptr || wide ? nullptr : static_cast<const half*>(matrix.offsets) + at,
-      matrix.offsets == nullptr || !wide ? nullptr : static_cast<const float*>(matrix.offsets) + at,
-      matrix.row_scales + index * PANEL,
-  };
-}
-
-// Groups of columns that share a scale.
-struct Groups {
-  int64_t of_w, x_columns, shift = 0;  // of W; columns of a group of x; W has 2^-shift as many
-
-  Groups(const Weights& weights, int64_t largest_x_group) {
-    const int64_t group = weights.group > 0 ? weights.group : LARGEST_GROUP;
-    of_w = ceil_div(weights.depth, group);
-    x_columns = min(group, largest_x_group);
-    while (x_columns << shift < group) shift++;
-  }
-};
 
 // One call: X are the elements of x, of the bias and of the output.
 template <class X, class Format>
 struct QuantizedLinear {
-  using Rows = QuantizedRows<typename Format::Value>;
+  using Rows = QuantizedRows<Format>;
 
   const X* x;
   int64_t x_stride;
   const X* bias;
   X* out;
   PanelPlan plan;
-  Groups groups;
 
   static int64_t most_rows(int64_t depth) { return min(Rows::max_rows(depth), MAX_ROW_TILES * ROW_TILE); }
 
   // `packed` stays with the thread: a block of x is packed once for all of its chunks.
   void compute(Rows& packed, int64_t item) const {
-    const Weights& weights = plan.weights;
     const int64_t block = plan.block_of(item), first = plan.first_row(block);
     if (packed.index != block)
-      packed.template pack<Format>(block, x + first * x_stride, x_stride, plan.first_row(block + 1) - first,
-                                   weights.depth, groups.x_columns, weights.matrices[0].offsets == nullptr);
-    plan.for_runs(item, [&](const PanelRun& run) {
-      for (int64_t p = run.begin; p < run.end; p++) {
-        const int64_t at = run.column + (p - run.begin) * PANEL;
-        multiply_by_panel(packed, panel_of(weights, run.matrix, p, Format::STEP_BYTES, groups.of_w),
-                          bias == nullptr ? nullptr : bias + at, out + first * plan.columns + at, run.columns(p));
-      }
-    });
+      packed.pack(block, x + first * x_stride, x_stride, plan.first_row(block + 1) - first, plan.weights.depth,
+                  Format::middle(plan.weights.matrices[0].offsets != nullptr));
+    plan.for_runs(item, [&](const PanelRun& run) { multiply_run(packed, run, first); });
   }
 
-  // to[i, j] = packed row i times the panel's row j.
-  void multiply_by_panel(const Rows& packed, const Panel& panel, const X* panel_bias, X* to, int64_t columns) const {
-    constexpr int64_t NEAR = 2048;  // bytes ahead when a single tile passes
-    const int64_t tiles = ceil_div(packed.count, ROW_TILE), share = panel.bytes / tiles;
-    const char* next = reinterpret_cast<const char*>(panel.steps) + (tiles > 1 ? panel.bytes : NEAR);
-    for (int64_t t = 0; t < tiles; t++) {
-      const int64_t first = packed.count * t / tiles, width = packed.count * (t + 1) / tiles - first;
-      Vec sums[ROW_TILE][VECTORS];
-      MULTIPLY_ROWS<Format>[width - 1](packed, first, groups.shift, panel,
-                                       Fetch{next + share * t, Format::STEP_BYTES / tiles}, sums);
-      for (int64_t r = 0; r < width; r++)
-        store_panel(sums[r], panel.row_scales, panel_bias, to + (first + r) * plan.columns, columns);
+  // Panels that are left over go one at a time, as if each were several.
+  void multiply_run(const Rows& packed, const PanelRun& run, int64_t first) const {
+    for (int64_t p = run.begin, count; p < run.end; p += count) {
+      count = run.end - p < PANELS ? 1 : PANELS;
+      Panels panels = panels_from(run.matrix, p);
+      if (count < PANELS) panels.bytes = panels.values = 0;
+      multiply_panels(packed, panels, run, p, count, first);
     }
+  }
+
+  Panels panels_from(const Matrix& matrix, int64_t index) const {
+    const int64_t bytes = ceil_div(plan.weights.depth, STEP_COLUMNS) * Format::STEP_BYTES;
+    const int64_t group = max(GROUP, plan.weights.group), values = ceil_div(plan.weights.depth, group) * PANEL;
+    const auto* scales = static_cast<const half*>(matrix.scales);
+    const bool wide = plan.weights.offsets_dtype == FLOAT32;
+    const int64_t at = index * values;
+    return {
+        static_cast<const uint8_t*>(matrix.data) + index * bytes,
+        scales == nullptr ? nullptr : scales + at,
+        matrix.offsets == nullptr || wide ? nullptr : static_cast<const half*>(matrix.offsets) + at,
+        matrix.offsets == nullptr || !wide ? nullptr : static_cast<const float*>(matrix.offsets) + at,
+        bytes,
+        values,
+        __builtin_ctzll(group / GROUP),
+    };
+  }
+
+  // The run's `count` panels from `begin` on. Each tile fetches a share of those after them.
+  void multiply_panels(const Rows& packed, const Panels& panels, const PanelRun& run, int64_t begin, int64_t count,
+                       int64_t first) const {
+    const char* next = reinterpret_cast<const char*>(panels.steps) + PANELS * panels.bytes;
+    for (int64_t t = 0; t < packed.tiles; t++) {
+      const int64_t tile = packed.tile_begin(t), width = packed.tile_begin(t + 1) - tile;
+      alignas(64) float sums[ROW_TILE * PANELS * PANEL];
+      const Fetch fetch{next + panels.bytes * t / packed.tiles, Format::STEP_BYTES / packed.tiles};
+      multiply_tile_of<Format>(width)(packed, tile, panels, fetch, sums);
+      for (int64_t p = 0; p < count; p++)
+        store_panel(run, begin + p, sums + p * PANEL, first + tile, width);
+    }
+  }
+
+  // One panel's sums to `width` rows of the output.
+  void store_panel(const PanelRun& run, int64_t panel, const float* sums, int64_t row, int64_t width) const {
+    const int64_t column = run.column + (panel - run.begin) * PANEL;
+    for_vectors(run.columns(panel), [&](int64_t i, int64_t n) {
+      const Vec scale = load(run.matrix.row_scales + panel * PANEL + i);
+      const Vec shift = bias == nullptr ? Vec{} : load_some(bias + column + i, n);
+      for (int64_t r = 0; r < width; r++)
+        store_some(out + (row + r) * plan.columns + column + i, load(sums + r * PANELS * PANEL + i) * scale + shift, n);
+    });
   }
 };
 
@@ -175,12 +204,8 @@ void multiply_quantized(const void* x, int64_t x_stride, int64_t rows, const Wei
                         void* out, int threads) {
   using Call = QuantizedLinear<X, Format>;
   if (rows == 0) return;
-  const Call call{static_cast<const X*>(x),
-                  x_stride,
-                  static_cast<const X*>(bias),
-                  static_cast<X*>(out),
-                  PanelPlan(weights, rows, Call::most_rows(weights.depth), 1, threads),
-                  Groups(weights, Format::X_GROUP)};
+  const Call call{static_cast<const X*>(x), x_stride, static_cast<const X*>(bias), static_cast<X*>(out),
+                  PanelPlan(weights, rows, Call::most_rows(weights.depth), PANELS, threads)};
   parallel_for_with<typename Call::Rows>(call.plan.items(), threads,
                                          [&](auto& packed, int64_t item) { call.compute(packed, item); });
 }

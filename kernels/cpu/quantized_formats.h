@@ -9,15 +9,8 @@ namespace {
 
 typedef int16_t VecPairs __attribute__((vector_size(LANES * 4)));
 typedef uint16_t VecUnsignedPairs __attribute__((vector_size(LANES * 4)));
-typedef int8_t VecBytes __attribute__((vector_size(LANES * 2)));
 
 inline VecInt fill_int(int32_t x) { return x - VecInt{}; }
-
-inline VecInt load_cell(const void* p) {
-  int32_t cell;
-  __builtin_memcpy(&cell, p, sizeof cell);
-  return fill_int(cell);
-}
 
 // Lane i: both products of lane i's pairs, added.
 inline VecInt dot_pairs(VecInt a, VecInt b) {
@@ -44,55 +37,88 @@ inline VecPairs dot_bytes(VecInt a, VecInt b) {
 #endif
 }
 
-inline VecInt widen_bytes(VecBytes bytes) {
-#if defined(__AVX512BW__)
-  return (VecInt)_mm512_cvtepi8_epi16((__m256i)bytes);
-#elif defined(__AVX2__)
-  return (VecInt)_mm256_cvtepi8_epi16((__m128i)bytes);
-#else
-  return (VecInt)__builtin_convertvector(bytes, VecPairs);
+#ifdef __AVX512VNNI__
+// Each lane: `sums` and the four products of its unsigned bytes of `a` and signed ones of `b`, all exact.
+inline VecInt add_dot_bytes(VecInt sums, VecInt a, VecInt b) {
+  return (VecInt)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+}
 #endif
+
+inline VecInt load_int(const uint8_t* p) {
+  VecInt v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
 }
 
-// A cell: 2 columns of 16 bits.
+#ifdef __AVX512VNNI__
+// A cell: 4 columns of 8 bits, to which 128 is added so that they have no sign.
 struct Int8 {
-  using Value = int16_t;                             // of x
-  static constexpr int CELLS = STEP_COLUMNS / 2;     // of a step
-  static constexpr int64_t X_GROUP = LARGEST_GROUP;  // of x, at most
+  using Value = int8_t;                           // of x
+  static constexpr int CELLS = STEP_COLUMNS / 4;  // of a step
   static constexpr int STEP_BYTES = PANEL * STEP_COLUMNS;
 
+  static constexpr int32_t middle(bool) { return 128; }  // what is to be subtracted of each integer
   static VecInt cell(const uint8_t* step, int vector, int j) {
-    VecBytes bytes;
-    __builtin_memcpy(&bytes, step + (j * PANEL + vector * LANES) * 2, sizeof bytes);
-    return widen_bytes(bytes);
+    return load_int(step + (j * PANEL + vector * LANES) * 4) ^ fill_int(0x80808080);
   }
-  static int32_t start(VecInt) { return 0; }
-  static VecInt add_products(VecInt sums, VecInt w, VecInt x) { return sums + dot_pairs(w, x); }
-  static VecInt sums(VecInt sums) { return sums; }
-};
+  static VecInt in_order(VecInt x) { return x; }  // of cells, columns of x
 
-// A cell: 4 columns of 8 bits, whose products 16 bits hold: 8 cells of 15 * 127 twice.
+  // What sums of products begin with, from the sums of LANES groups of x: lane i of sums[j] has columns i + n * LANES of
+  // group j, totals[j] all of them.
+  static VecInt starts(const VecInt*, VecInt totals, int32_t middle) { return totals * -middle; }
+  static VecInt add_products(VecInt sums, VecInt w, VecInt x) { return add_dot_bytes(sums, w, x); }
+  static VecInt end(VecInt sums) { return sums; }
+};
+#else
+// A cell: 2 columns of 16 bits. Those of 4 bytes of W are the two even ones, and the two odd ones.
+struct Int8 {
+  using Value = int16_t;
+  static constexpr int CELLS = STEP_COLUMNS / 2;
+  static constexpr int STEP_BYTES = PANEL * STEP_COLUMNS;
+
+  static constexpr int32_t middle(bool) { return 0; }
+  static VecInt cell(const uint8_t* step, int vector, int j) {
+    const VecPairs bytes = (VecPairs)load_int(step + (j / 2 * PANEL + vector * LANES) * 4);
+    return (VecInt)(j % 2 == 0 ? bytes << 8 >> 8 : bytes >> 8);
+  }
+  static VecInt in_order(VecInt x) {
+    return (VecInt)pick((Vec)x, (Vec)x, [](int i) { return (i & ~3) | (i & 1) << 1 | (i & 2) >> 1; });
+  }
+  static VecInt starts(const VecInt*, VecInt, int32_t) { return VecInt{}; }
+  static VecInt add_products(VecInt sums, VecInt w, VecInt x) { return sums + dot_pairs(w, x); }
+  static VecInt end(VecInt sums) { return sums; }
+};
+#endif
+
+// A cell: 4 columns of 8 bits.
 struct Int4 {
   using Value = int8_t;
   static constexpr int CELLS = STEP_COLUMNS / 4;
-  static constexpr int64_t X_GROUP = SMALLEST_GROUP;
   static constexpr int STEP_BYTES = PANEL * STEP_COLUMNS / 2;
-  static constexpr int32_t MIDDLE = 8;  // what is subtracted of each integer where there are no offsets
 
+  static constexpr int32_t middle(bool has_offsets) { return has_offsets ? 0 : 8; }
   static VecInt cell(const uint8_t* step, int vector, int j) {
     VecUnsignedPairs nibbles;
     __builtin_memcpy(&nibbles, step + vector * sizeof nibbles, sizeof nibbles);
     return (VecInt)((nibbles >> (4 * j)) & 0x0f0f);
   }
-
-  // Of two 16-bit sums: -MIDDLE times the x that each is multiplied by. Lane i of `total` has columns i + n * LANES.
-  static int32_t start(VecInt total) {
-    uint32_t halves[2] = {};
-    for (int i = 0; i < LANES; i++) halves[i / 2 % 2] -= MIDDLE * total[i];
-    return static_cast<int32_t>(halves[1] << 16 | (halves[0] & 0xffff));
+  static VecInt in_order(VecInt x) { return x; }
+#ifdef __AVX512VNNI__
+  static VecInt starts(const VecInt*, VecInt totals, int32_t middle) { return totals * -middle; }
+  static VecInt add_products(VecInt sums, VecInt w, VecInt x) { return add_dot_bytes(sums, w, x); }
+  static VecInt end(VecInt sums) { return sums; }
+#else
+  // 16 bits hold the products of a group: 8 cells of 15 * 127 twice. So a lane has two sums, each with a start of its own.
+  static VecInt starts(const VecInt* sums, VecInt totals, int32_t middle) {
+    VecInt in_first = {}, of_first[LANES];
+    for (int i = 0; i < LANES; i++) in_first[i] = i / 2 % 2 == 0 ? -1 : 0;
+    for (int j = 0; j < LANES; j++) of_first[j] = sums[j] & in_first;
+    const VecInt first = combined_lanes(of_first, [](VecInt a, VecInt b) { return a + b; });
+    return ((totals - first) * -middle) << 16 | ((first * -middle) & 0xffff);
   }
   static VecInt add_products(VecInt sums, VecInt w, VecInt x) { return (VecInt)((VecPairs)sums + dot_bytes(w, x)); }
-  static VecInt sums(VecInt sums) { return dot_pairs(sums, fill_int(0x00010001)); }
+  static VecInt end(VecInt sums) { return dot_pairs(sums, fill_int(0x00010001)); }
+#endif
 };
 
 }  // namespace

@@ -24,7 +24,7 @@ def linear(x: torch.Tensor, weights: LinearWeights, out: torch.Tensor) -> None:
 
 def _product(x: torch.Tensor, part: Part, bias: torch.Tensor | None) -> torch.Tensor:
     if isinstance(part, QuantizedMatrix):
-        return F.linear(rounded(x, part), dequantized(part), None if bias is None else bias.float())
+        return F.linear(rounded(x), dequantized(part), None if bias is None else bias.float())
     if isinstance(part, PanelMatrix):
         part = unpacked(part)
     if part.dtype == x.dtype:  # torch sums in float32 and rounds once by itself
@@ -33,14 +33,14 @@ def _product(x: torch.Tensor, part: Part, bias: torch.Tensor | None) -> torch.Te
     return F.linear(wide, part.to(wide.dtype), None if bias is None else bias.to(wide.dtype))
 
 
-def rounded(x: torch.Tensor, part: QuantizedMatrix) -> torch.Tensor:
-    """What stands for x in a product with `part`, float32 [M, K]: integers times a scale for each row and group."""
-    group, most = (min(GROUPS), 127.0) if part.bits == 4 else (part.group or max(GROUPS), 32767.0)
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """What stands for x in a product with integers, float32 [M, K]: integers times a scale for each row and group."""
+    group = min(GROUPS)
     rows, columns = x.shape
     groups = F.pad(x.float(), (0, -columns % group)).view(rows, -(-columns // group), group)
     ranges = groups.abs().amax(2, keepdim=True)
-    largest, zeros = torch.full_like(ranges, most), torch.zeros_like(ranges)
-    inverse = torch.where(ranges > _SMALLEST_RANGE, largest / ranges, zeros)  # not most / ranges: that rounds twice
+    largest, zeros = torch.full_like(ranges, 127.0), torch.zeros_like(ranges)
+    inverse = torch.where(ranges > _SMALLEST_RANGE, largest / ranges, zeros)  # not 127.0 / ranges: that rounds twice
     scales = torch.where(ranges < _SMALLEST_RANGE, zeros, ranges / largest)
     padded: torch.Tensor = ((groups * inverse).round() * scales).view(rows, groups.shape[1] * group)
     return padded[:, :columns]

@@ -27,7 +27,7 @@ def unpack(pieces, BITS: tl.constexpr, SUBTRACT: tl.constexpr):
         i = tl.arange(0, 8)[None, :, None]
         levels = ((pieces[:, None, :] >> (i % 4 * 8 + i // 4 * 4)) & 15) - SUBTRACT
     else:
-        i = tl.arange(0, 2)[None, :, None]
+        i = tl.arange(0, 4)[None, :, None]
         levels = (pieces[:, None, :] << (24 - 8 * i)) >> 24  # with its sign
     return tl.reshape(levels, [levels.shape[0] * levels.shape[1], levels.shape[2]])
 
@@ -35,7 +35,7 @@ def unpack(pieces, BITS: tl.constexpr, SUBTRACT: tl.constexpr):
 @triton.jit
 def quantized_linear_kernel(
     x_ptr,  # [M, K]
-    pieces_ptr,  # int32 (4 bits, 8 columns) or int16 (8 bits, 2 columns): [P, num_pieces, PANEL]
+    pieces_ptr,  # int32, of 8 columns (4 bits) or 4 (8 bits): [P, num_pieces, PANEL]
     scale_ptr,  # float16 [P, groups, PANEL]; not read unless GROUPED
     offset_ptr,  # likewise; not read unless OFFSETS
     row_scale_ptr,  # float32 [P * PANEL]
@@ -61,7 +61,7 @@ def quantized_linear_kernel(
     """One program: ROWS x COLUMNS outputs. Neighbours share their weights."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    PER_PIECE: tl.constexpr = 32 // BITS if BITS == 4 else 2
+    PER_PIECE: tl.constexpr = 32 // BITS
     row = m.to(tl.int64)
     panel = (n // PANEL).to(tl.int64)
     lane = n % PANEL
@@ -73,7 +73,7 @@ def quantized_linear_kernel(
         piece = group * (DEPTH // PER_PIECE) + tl.arange(0, DEPTH // PER_PIECE)
         mask = (piece < num_pieces)[:, None] & (n < columns)[None, :]
         at = (panel[None, :] * num_pieces + piece[:, None]) * PANEL + lane[None, :]
-        pieces = tl.load(pieces_ptr + at, mask=mask, other=0).to(tl.int32)
+        pieces = tl.load(pieces_ptr + at, mask=mask, other=0)
         weights = unpack(pieces, BITS, SUBTRACT).to(x.dtype)
         products = tl.dot(x, weights, input_precision="ieee")
         if GROUPED:
@@ -106,7 +106,7 @@ def _launch(x: torch.Tensor, part: QuantizedMatrix, bias: torch.Tensor | None, o
     rows, depth = x.shape
     if rows == 0 or part.rows == 0:
         return
-    pieces = part.packed.view(torch.int32 if part.bits == 4 else torch.int16)
+    pieces = part.packed.view(torch.int32)
     tile = min(_MAX_ROW_BYTES // x.element_size(), max(_FEW_ROWS, triton.next_power_of_2(rows)))
     columns = _OUT_COLUMNS[tile]
     unused = part.row_scales

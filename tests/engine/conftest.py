@@ -25,7 +25,7 @@ def float_activations(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Rounding x to 8 bits moves the logits of a random model further than wrong weights may.
     """
-    monkeypatch.setattr("kernels.reference.linear.rounded", lambda x, _part: x.float())
+    monkeypatch.setattr("kernels.reference.linear.rounded", lambda x: x.float())
     for module in ("linear", "decoder"):
         monkeypatch.setattr(f"kernels.cpu.{module}.runs_in_cpp", lambda _weights: False)
 

@@ -50,13 +50,12 @@ def make_matrix(rows: int, columns: int, of: Format) -> tuple[QuantizedMatrix, A
     return matrix, values * float64(row_scales)[:, None]
 
 
-def rounding(x: torch.Tensor, weights: Array, of: Format) -> Array:
+def rounding(x: torch.Tensor, weights: Array) -> Array:
     """The most that integers for x may change x W^T by, [M, N]: half a step for each column."""
-    largest, width = (127, 32) if of.bits == 4 else (32767, of.group or 128)
     columns = x.shape[1]
     steps = np.empty(x.shape)
-    for begin in range(0, columns, width):
-        steps[:, begin : begin + width] = np.abs(float64(x[:, begin : begin + width])).max(1, keepdims=True) / largest
+    for begin in range(0, columns, 32):
+        steps[:, begin : begin + 32] = np.abs(float64(x[:, begin : begin + 32])).max(1, keepdims=True) / 127
     return np.asarray(0.5 * steps @ np.abs(weights).T)
 
 

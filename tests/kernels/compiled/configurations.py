@@ -190,7 +190,7 @@ def _quantised_linear(matrix: Callable[[], QuantizedMatrix], rows: int) -> None:
 
 
 def _int8_matrix(size: int = LLAMA_3_8B.hidden) -> QuantizedMatrix:
-    packed = torch.zeros(size // PANEL, size // STEP, 4, PANEL, 2, dtype=torch.int8)
+    packed = torch.zeros(size // PANEL, size // STEP, 2, PANEL, 4, dtype=torch.int8)
     return QuantizedMatrix(size, size, packed, torch.ones(size))
 
 

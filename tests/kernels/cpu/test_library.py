@@ -15,7 +15,8 @@ def test_the_best_instruction_set_of_this_processor_is_chosen() -> None:
     assert ("avx512" in runnable_isas()) == bool(
         re.search(r"\bavx512vl\b", flags) and re.search(r"\bavx512dq\b", flags)
     )
-    assert ("avx512bf16" in runnable_isas()) == bool(re.search(r"\bavx512_bf16\b", flags))
+    bf16 = bool(re.search(r"\bavx512_bf16\b", flags) and re.search(r"\bavx512_vnni\b", flags))
+    assert ("avx512bf16" in runnable_isas()) == bf16
     assert ("amx" in runnable_isas()) == bool(re.search(r"\bamx_bf16\b", flags))
 
 
