@@ -63,8 +63,8 @@ struct Int8 {
   }
   static VecInt in_order(VecInt x) { return x; }  // of cells, columns of x
 
-  // What sums of products begin with, from the sums of LANES groups of x: lane i of sums[j] has columns i + n * LANES of
-  // group j, totals[j] all of them.
+  // What sums of products begin with, a lane for each of LANES groups of x: lane i of sums[j] is the sum of columns
+  // i + n * LANES of group j, lane j of totals that of all.
   static VecInt starts(const VecInt*, VecInt totals, int32_t middle) { return totals * -middle; }
   static VecInt add_products(VecInt sums, VecInt w, VecInt x) { return add_dot_bytes(sums, w, x); }
   static VecInt end(VecInt sums) { return sums; }
@@ -108,7 +108,7 @@ struct Int4 {
   static VecInt add_products(VecInt sums, VecInt w, VecInt x) { return add_dot_bytes(sums, w, x); }
   static VecInt end(VecInt sums) { return sums; }
 #else
-  // 16 bits hold the products of a group: 8 cells of 15 * 127 twice. So a lane has two sums, each with a start of its own.
+  // A lane has two sums, for 16 bits hold the products of a group: 8 cells of 15 * 127 twice. Each has its own start.
   static VecInt starts(const VecInt* sums, VecInt totals, int32_t middle) {
     VecInt in_first = {}, of_first[LANES];
     for (int i = 0; i < LANES; i++) in_first[i] = i / 2 % 2 == 0 ? -1 : 0;
