@@ -85,6 +85,7 @@ inline void add_group(const TileSums<ROWS>& acc, const XGroup& x, const Panels& 
 
 // sums[r][p] = rows of panel p times row r of x's tile that begins with row `first`.
 template <class Format, int ROWS>
+__attribute__((noinline))  // else all numbers of rows share one function, which has too few registers: half the speed
 void multiply_tile(const QuantizedRows<Format>& x, int64_t first, const Panels& panels, Fetch fetch, float* sums) {
   constexpr int64_t GROUP_STEPS = GROUP / STEP_COLUMNS;
   const int32_t* cells = x.cells + first * x.row_cells();
@@ -114,14 +115,6 @@ void multiply_tile(const QuantizedRows<Format>& x, int64_t first, const Panels& 
       add_group<Format, ROWS, Scaling::BY_ROW>(acc, group, panels, g, sums);
     }
   }
-}
-
-// The multiply_tile for a number of rows.
-template <class Format, int ROWS = ROW_TILE>
-constexpr decltype(&multiply_tile<Format, 1>) multiply_tile_of(int64_t rows) {
-  if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply_tile_of<Format, ROWS - 1>(rows);
-  return multiply_tile<Format, ROWS>;
 }
 
 // One call: X are the elements of x, of the bias and of the output.
@@ -181,7 +174,8 @@ struct QuantizedLinear {
       const int64_t tile = packed.tile_begin(t), width = packed.tile_begin(t + 1) - tile;
       alignas(64) float sums[ROW_TILE * PANELS * PANEL];
       const Fetch fetch{next + panels.bytes * t / packed.tiles, Format::STEP_BYTES / packed.tiles};
-      multiply_tile_of<Format>(width)(packed, tile, panels, fetch, sums);
+      with_constant<ROW_TILE>(
+          width, [&](auto rows) { multiply_tile<Format, decltype(rows)::value>(packed, tile, panels, fetch, sums); });
       for (int64_t p = 0; p < count; p++)
         store_panel(run, begin + p, sums + p * PANEL, first + tile, width);
     }
