@@ -3,11 +3,12 @@
     python -m bench.kernels.bench_linear_quantized [--threads 2] [--rounds 15] [--json FILE]
 
 All linears of SmolLM2-135M in the order of a decode step, the head in int8, int4 in groups of 32 with offsets;
-activations are float32. Rounds, ratios, medians and `BAR` lines are as in bench_linear.py. For each of int8 and int4:
+activations, and torch's weights, have the dtype that `auto` is on this machine. Rounds, ratios, medians and `BAR` lines
+are as in bench_linear.py. For each of int8 and int4:
 
 - 1_row_share_of_read: time of a sum over the weights' bytes by time of all linears at one row.
 - 8_rows_growth: time at 8 rows by time at 1.
-- 1024_rows_to_torch: time of torch's float32 linears of one layer at 1,024 rows by ours.
+- 1024_rows_to_torch: time of torch's linears of one layer at 1,024 rows by ours.
 
 And int8_1_row_to_torch: time of one layer over torch's int8 (bfloat16 x, `_weight_int8pack_mm`) by ours at 1 row.
 """
@@ -25,6 +26,7 @@ import torch
 from bench.arguments import new_file, positive
 from bench.bars import Bar
 from bench.kernels.bench_linear import (
+    DTYPE,
     HIDDEN,
     LAYER,
     NUM_LAYERS,
@@ -59,7 +61,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds, by format and by rows. torchs: its float32 layer at PREFILL_ROWS. int8_*: a layer at 1 row."""
+    """Seconds, by format and by rows. torchs: its layer in DTYPE at PREFILL_ROWS. int8_*: a layer at 1 row."""
 
     read: dict[str, float]
     ours: dict[str, dict[int, float]]
@@ -102,9 +104,9 @@ def run_int8_of_torch(weights: list[tuple[torch.Tensor, torch.Tensor]], x: dict[
 @torch.inference_mode()
 def run_rounds(num_rounds: int) -> tuple[list[Round], dict[str, Model]]:
     models = {kind: make_model(kind) for kind in FORMATS}
-    plain = [torch.randn(sum(rows), columns) for rows, columns in LAYER]
+    plain = [torch.randn(sum(rows), columns).to(DTYPE) for rows, columns in LAYER]
     int8_of_torch = make_int8_of_torch()
-    x = {rows: inputs(rows, torch.float32) for rows in (*ROWS, PREFILL_ROWS)}
+    x = {rows: inputs(rows, DTYPE) for rows in (*ROWS, PREFILL_ROWS)}
     narrow = {columns: one.bfloat16() for columns, one in x[1].items()}
 
     def one_round() -> Round:
