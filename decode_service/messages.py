@@ -10,12 +10,10 @@ from proto import pods_pb2
 
 def sequence_tokens(entry: Entry, event: TokenEvent) -> pods_pb2.SequenceTokens:
     """The message for `event`; with timings and cached tokens when it is the sequence's first."""
-    message = pods_pb2.SequenceTokens(
-        sequence_id=event.sequence_id,
-        tokens=[token_output(event.token)],
-        finish_reason=FINISH_REASONS[event.finish_reason],
-    )
+    message = pods_pb2.SequenceTokens(sequence_id=event.sequence_id)
+    message.tokens.append(token_output(event.token))  # half of what a list in the constructor takes
     if event.finish_reason is not None:
+        message.finish_reason = FINISH_REASONS[event.finish_reason]
         message.num_preemptions = event.num_preemptions
         message.num_drafts = event.num_drafts
         message.num_accepted = event.num_accepted

@@ -5,7 +5,7 @@ Streaming and not streaming share it, so both report the same text, tokens, fini
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from gateway.logprobs import TextOffsets, chat_logprobs, completion_logprobs
@@ -43,9 +43,10 @@ class Choice:
             self.offsets.advance(text.encode())
         self.begun = True
         self.text += text
-        self.num_tokens += len(response.tokens)
+        tokens = response.tokens
+        self.num_tokens += len(tokens)
         if self.logprobs:
-            self.tokens.extend(response.tokens)
+            self.tokens.extend(tokens)
         if response.HasField("usage"):
             self.usage = response.usage
         if response.finish_reason:
@@ -67,7 +68,7 @@ class Format(Protocol):
     chunk_object: str
 
     def opening(self, choice: Choice) -> JsonObject | None: ...
-    def delta(self, choice: Choice, text: str, tokens: list[pb.TokenOutput]) -> JsonObject: ...
+    def delta(self, choice: Choice, text: str, tokens: Sequence[pb.TokenOutput]) -> JsonObject: ...
     def closing(self, choice: Choice) -> JsonObject: ...
     def whole(self, choice: Choice) -> JsonObject: ...
 
@@ -80,7 +81,7 @@ class ChatFormat:
     def opening(self, choice: Choice) -> JsonObject | None:
         return self._chunk(choice, {"role": "assistant", "content": ""})
 
-    def delta(self, choice: Choice, text: str, tokens: list[pb.TokenOutput]) -> JsonObject:
+    def delta(self, choice: Choice, text: str, tokens: Sequence[pb.TokenOutput]) -> JsonObject:
         return self._chunk(choice, {"content": text}, chat_logprobs(tokens) if choice.logprobs else None)
 
     def closing(self, choice: Choice) -> JsonObject:
@@ -107,7 +108,7 @@ class CompletionFormat:
     def opening(self, choice: Choice) -> JsonObject | None:
         return None
 
-    def delta(self, choice: Choice, text: str, tokens: list[pb.TokenOutput]) -> JsonObject:
+    def delta(self, choice: Choice, text: str, tokens: Sequence[pb.TokenOutput]) -> JsonObject:
         logprobs = completion_logprobs(tokens, choice.offsets) if choice.logprobs else None
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
@@ -144,8 +145,9 @@ class Answer:
         text = choice.add(response)
         if first and (opening := self._shape.opening(choice)):
             yield self._chunk([opening])
-        if text or response.tokens:
-            yield self._chunk([self._shape.delta(choice, text, list(response.tokens))])
+        tokens = response.tokens
+        if text or tokens:
+            yield self._chunk([self._shape.delta(choice, text, tokens)])
         if choice.finish_reason is not None:
             yield self._chunk([self._shape.closing(choice)])
 

@@ -78,8 +78,9 @@ class Exchange:
     async def event(self, data: Any) -> None:
         """Sends one server-sent event; `data` is JSON, or bytes that go as they are."""
         text = data if isinstance(data, bytes) else to_json(data)
-        for character, escaped in _LINE_ENDS:
-            text = text.replace(character, escaped)
+        if not text.isascii():
+            for character, escaped in _LINE_ENDS:
+                text = text.replace(character, escaped)
         await self._send({"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": True})
 
     async def end_stream(self) -> None:

@@ -71,10 +71,11 @@ class _Call:
 
     def fill(self, news: inference_pb2.CallNews, max_bytes: int) -> int:
         """Moves what may be sent into `news`; returns its size, which exceeds `max_bytes` by one response at most."""
-        size = 0
+        news.call_id = self.id
+        size, responses = 0, news.responses
         while self._pending and self._room > 0 and size < max_bytes:
             response = self._pending.popleft()
-            news.responses.append(response)
+            responses.append(response)
             size += response.ByteSize()
             self._room -= 1
         if self._ended and not self._pending:
@@ -170,7 +171,7 @@ class GatewayStream:
             call.is_listed = False
             if not call.has_news:
                 continue  # it was cancelled
-            size += call.fill(message.calls.add(call_id=call.id), MAX_MESSAGE_BYTES - size)
+            size += call.fill(message.calls.add(), MAX_MESSAGE_BYTES - size)
             if call.is_over:
                 del self._calls[call.id]
             elif call.has_news:

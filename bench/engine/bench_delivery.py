@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import uvloop
 
 from bench.arguments import exit_code, new_file, positive
 from bench.bars import report
@@ -183,7 +184,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as log_dir:
-            rounds = asyncio.run(run(arguments.steps, arguments.rounds, Path(log_dir)))
+            rounds: list[Round] = uvloop.run(run(arguments.steps, arguments.rounds, Path(log_dir)))
     except (NotRun, RequestFailed, TimeoutError) as error:
         print(f"error: {error or 'a measurement took too long'}", file=sys.stderr)
         return 1

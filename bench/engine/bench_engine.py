@@ -26,6 +26,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import uvloop
+
 from bench.arguments import exit_code, new_file, positive
 from bench.bars import Bar, report
 from bench.engine.arms import Makers
@@ -106,7 +108,7 @@ def main() -> int:
     build()
     run_dir = Path(tempfile.mkdtemp(prefix="pdserve-bench-"))
     try:
-        record = asyncio.run(measure(arguments, run_dir))
+        record: Record = uvloop.run(measure(arguments, run_dir))
     except asyncio.CancelledError:
         print(f"interrupted; everything was stopped; logs are in {run_dir}", file=sys.stderr)
         return 130

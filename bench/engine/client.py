@@ -1,14 +1,14 @@
-"""A streaming HTTP client that takes little of the cores it shares with the servers: a C parser, one JSON a token."""
+"""A streaming HTTP client that takes little of the cores it shares with the servers: C parsers and uvloop."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import httptools
+from pydantic_core import from_json
 
 from bench.engine.metrics import Timeline
 from bench.engine.workload import Request
@@ -82,7 +82,7 @@ class _Stream(asyncio.Protocol):
         if payload == b"[DONE]":
             self._end()
             return
-        event: dict[str, Any] = json.loads(payload)
+        event: dict[str, Any] = from_json(payload)
         if "error" in event:
             self._end(f"the stream failed: {event['error']}")
         elif event.get("choices"):
