@@ -9,16 +9,17 @@ Every finite parameter gives a token: one extreme request must not fail the step
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from engine.sequence import Logprob, SampledToken, SamplingParams
 from engine.stopping import suppressed_ids
-from kernels.sampling import add_bias, apply_penalties, ban, greedy, prepared_greedy
-from kernels.sampling import sample as draw_filtered
+from kernels.sampling import Sample, add_bias, apply_penalties, ban, prepared_greedy, prepared_sample
 from kernels.uniform import uniform
 
 GREEDY_BELOW = 1e-5  # a temperature at which float32 probabilities are 0 or 1
@@ -59,13 +60,44 @@ class Sampler:
     def __init__(self, logits: torch.Tensor, eos_token_ids: frozenset[int]) -> None:
         self.logits = logits
         self._eos_token_ids = eos_token_ids
-        self._greedy = prepared_greedy(logits)
+
+    @cached_property
+    def _greedy(self) -> Callable[[], list[int]]:
+        return prepared_greedy(self.logits)
+
+    @cached_property
+    def _draw(self) -> Sample:
+        return prepared_sample(self.logits)
 
     def sample(self, rows: Seq[Row]) -> list[SampledToken]:
         if all(map(_is_plain, rows)):
             return list(map(SampledToken, self._greedy()))
-        tokens = _chosen(_shaped(self.logits, rows, self._eos_token_ids), rows)
-        return _with_logprobs(self.logits, tokens, rows)
+        shaped = _shaped(self.logits, rows, self._eos_token_ids)
+        sampler = self if shaped is self.logits else Sampler(shaped, self._eos_token_ids)
+        return _with_logprobs(self.logits, sampler._chosen(rows), rows)
+
+    def _chosen(self, rows: Seq[Row]) -> list[int]:
+        """From logits to which nothing is to be done any more but what a draw does."""
+        random = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
+        if len(random) == len(rows):
+            return self._drawn(rows)
+        tokens = self._greedy()
+        if random:
+            drawn = Sampler(self.logits[random], self._eos_token_ids)._drawn([rows[i] for i in random])
+            for i, token in zip(random, drawn, strict=True):
+                tokens[i] = token
+        return tokens
+
+    def _drawn(self, rows: Seq[Row]) -> list[int]:
+        """No row's temperature is near 0."""
+        params = [row.params for row in rows]
+        return self._draw(
+            [p.temperature for p in params],
+            [p.top_k for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            [uniform(row.params.seed, len(row.output_ids)) for row in rows],
+        )
 
 
 def _is_plain(row: Row) -> bool:
@@ -103,33 +135,6 @@ def _shapes_logits(row: Row) -> bool:
         or bool(p.logit_bias)
         or len(row.output_ids) < p.min_tokens
     )
-
-
-def _chosen(logits: torch.Tensor, rows: Seq[Row]) -> list[int]:
-    """logits: [B, V], to which nothing is to be done any more but what a draw does."""
-    random = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-    if len(random) == len(rows):
-        return _drawn(logits, rows)
-    tokens = greedy(logits)
-    if random:
-        drawn = _drawn(logits[random], [rows[i] for i in random])
-        for i, token in zip(random, drawn, strict=True):
-            tokens[i] = token
-    return tokens
-
-
-def _drawn(logits: torch.Tensor, rows: Seq[Row]) -> list[int]:
-    """logits: [B, V]; no row's temperature is near 0."""
-    params = [row.params for row in rows]
-    drawn: list[int] = draw_filtered(
-        logits,
-        [p.temperature for p in params],
-        [p.top_k for p in params],
-        [p.top_p for p in params],
-        [p.min_p for p in params],
-        [uniform(row.params.seed, len(row.output_ids)) for row in rows],
-    ).tolist()
-    return drawn
 
 
 def _with_logprobs(logits: torch.Tensor, tokens: list[int], rows: Seq[Row]) -> list[SampledToken]:

@@ -123,23 +123,39 @@ def sample(
     uniforms: Sequence[float],
     *,
     backend: Backend | None = None,
-) -> torch.Tensor:
-    """Divides by the temperatures (above 0), filters as `filter_logits`, draws as `draw`. Returns int64 [B].
+) -> list[int]:
+    """Divides by the temperatures (above 0), filters as `filter_logits`, draws as `draw`: B token ids.
 
     logits: float32 or bfloat16 [B, V], V > 0, left as they are; quotients that are not finite count as the most extreme
     number, so that any parameters give a token. Implementations may differ where a sum is within float32 rounding of
     its bound. Raises ValueError for a batch size or a number outside its range.
     """
+    return prepared_sample(logits, backend=backend)(temperature, top_k, top_p, min_p, uniforms)
+
+
+Sample = Callable[[Sequence[float], Sequence[int], Sequence[float], Sequence[float], Sequence[float]], list[int]]
+
+
+def prepared_sample(logits: torch.Tensor, *, backend: Backend | None = None) -> Sample:
+    """`sample` from memory that is used again: each call looks at what `logits` then holds."""
     _check_logits(logits)
-    _check_entries(logits, temperature, top_k, top_p, min_p, uniforms)
-    _check_ranges(top_k, top_p, min_p)
-    _check_uniforms(uniforms)
-    if not all(number > 0.0 for number in temperature):
-        raise ValueError(f"temperature is {list(temperature)}, expected numbers above 0")
-    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    run = _implementation("sample", logits, backend)
-    run(logits, temperature, top_k, top_p, min_p, uniforms, out)
-    return out
+    run: Sample = _implementation("prepared_sample", logits, backend)(logits)
+
+    def checked(
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        uniforms: Sequence[float],
+    ) -> list[int]:
+        _check_entries(logits, temperature, top_k, top_p, min_p, uniforms)
+        _check_ranges(top_k, top_p, min_p)
+        _check_uniforms(uniforms)
+        if not all(number > 0.0 for number in temperature):
+            raise ValueError(f"temperature is {list(temperature)}, expected numbers above 0")
+        return run(temperature, top_k, top_p, min_p, uniforms)
+
+    return checked
 
 
 def _implementation(op: str, logits: torch.Tensor, backend: Backend | None) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import torch
 
 from kernels.cpu.library import Draw, PreparedCall, dtype_code, library
 from kernels.reference import sampling as reference
+from kernels.sampling import Sample
 
 filter_logits = reference.filter_logits
 draw = reference.draw
@@ -28,20 +29,27 @@ def prepared_greedy(logits: torch.Tensor) -> Callable[[], list[int]]:
     return compute
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: Sequence[float],
-    top_k: Sequence[int],
-    top_p: Sequence[float],
-    min_p: Sequence[float],
-    uniforms: Sequence[float],
-    out: torch.Tensor,
-) -> None:
-    """Fills out int64 [B]."""
-    gaps = [math.log(p) if p > 0.0 else -math.inf for p in min_p]
-    draws = (Draw * len(gaps))(*map(Draw, temperature, top_k, top_p, gaps, uniforms))
+def prepared_sample(logits: torch.Tensor) -> Sample:
+    """What it returns gives B token ids."""
+    draws, token_ids = (Draw * logits.shape[0])(), (ctypes.c_int64 * logits.shape[0])()
     scratch = torch.empty(logits.shape, dtype=torch.int64)  # of which few pages are touched
-    library().sample(*_rows_of(logits), draws, scratch.data_ptr(), out.data_ptr(), torch.get_num_threads())
+    outputs = (scratch.data_ptr(), ctypes.addressof(token_ids), torch.get_num_threads())
+    call = PreparedCall(library().sample, (*_rows_of(logits), draws, *outputs), owners=(logits, scratch))
+
+    def compute(
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        uniforms: Sequence[float],
+    ) -> list[int]:
+        gaps = [math.log(p) if p > 0.0 else -math.inf for p in min_p]
+        for row, how in enumerate(zip(temperature, top_k, top_p, gaps, uniforms, strict=True)):
+            draws[row] = Draw(*how)
+        call()
+        return list(token_ids)
+
+    return compute
 
 
 def _rows_of(logits: torch.Tensor) -> tuple[int, ...]:
