@@ -8,7 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.sampling import add_bias, apply_penalties, ban, draw, filter_logits, greedy, prepared_greedy, sample
+from kernels.sampling import (
+    add_bias,
+    apply_penalties,
+    ban,
+    draw,
+    filter_logits,
+    greedy,
+    prepared_greedy,
+    prepared_sample,
+    sample,
+)
 from tests.kernels.backends import every_backend, using
 
 VOCAB = 40
@@ -128,13 +138,14 @@ def test_bfloat16_is_drawn_from_as_its_float32(implementation: str) -> None:
 
 
 @every_backend
-def test_prepared_greedy_looks_at_what_the_memory_then_holds(implementation: str) -> None:
+def test_what_is_prepared_looks_at_what_the_memory_then_holds(implementation: str) -> None:
     logits = torch.zeros(2, 1003)
     with using(implementation) as backend:
-        choose = prepared_greedy(logits, backend=backend)
-        assert choose() == [0, 0]
-        logits[0, 1002], logits[1, 17] = 1.0, -1.0
-        assert choose() == [1002, 0]
+        choose, draw_from = prepared_greedy(logits, backend=backend), prepared_sample(logits, backend=backend)
+        for favourite in (0, 1002, 17):
+            logits.zero_()[0, favourite] = 100.0
+            assert choose() == [favourite, 0]
+            assert draw_from([1.0, 1.0], [0, 1], [1.0, 1.0], [0.0, 0.0], [0.9, 0.9]) == [favourite, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -36,6 +36,13 @@ def test_lies_in_the_half_open_unit_interval(seed: int, position: int) -> None:
     assert 0.0 <= uniform(seed, position) < 1.0
 
 
+@given(seed=st.integers(-(2**64), 2**65), position=st.integers(0, 2**65))
+def test_is_made_of_the_first_two_words_of_its_position(seed: int, position: int) -> None:
+    seed_words, position_words = ((number % 2**32, number // 2**32 % 2**32) for number in (seed, position))
+    high, low, _, _ = philox4x32((*position_words, 0, 0), seed_words)
+    assert uniform(seed, position) == (high * 2**32 + low) // 2**11 / 2**53
+
+
 def test_is_uniform_over_positions_and_over_seeds() -> None:
     count = 20_000
     for numbers in ([uniform(3, i) for i in range(count)], [uniform(i, 3) for i in range(count)]):
