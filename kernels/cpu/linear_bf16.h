@@ -48,11 +48,14 @@ class PairsBlock {
       count = run.end - p < several ? 1 : several;
       const bf16* w = static_cast<const bf16*>(run.matrix.data) + p * stride;
       for (int64_t t = 0; t < tiles; t++) {
-        const int64_t first = tile_begin(t), width = tile_begin(t + 1) - first;
+        const int64_t width = tile_begin(t + 1) - tile_begin(t);
+        bf16* to = out + tile_begin(t) * out_stride;
+        for (int64_t r = 0; r < width; r++)  // what is written when the tile is done
+          __builtin_prefetch(to + r * out_stride + (p - run.begin) * PANEL, 1);
         alignas(64) float sums[MAX_SUMS];
         multiply_tile(t, w, stride, count, sums);
         for (int64_t q = 0; q < count; q++)
-          store_sums(sums + q * PANEL, count * PANEL, width, run, p + q, bias, out + first * out_stride, out_stride);
+          store_sums(sums + q * PANEL, count * PANEL, width, run, p + q, bias, to, out_stride);
       }
     }
   }

@@ -43,7 +43,7 @@ struct Factors {
 };
 
 // sums[r][p][i] += x row r times row i of panel p, over `steps` of STEP columns each.
-template <int STEP, int ROWS, int PANELS, class W>
+template <int STEP, int ROWS, int PANELS, CacheLevel INTO, class W>
 inline void multiply_columns(Factors<W> factors, int64_t steps, Fetch& fetch, float* sums) {
   Vec acc[ROWS][PANELS][VECTORS];
   const float* rows[ROWS];
@@ -55,8 +55,8 @@ inline void multiply_columns(Factors<W> factors, int64_t steps, Fetch& fetch, fl
   constexpr int STEP_BYTES = STEP * PANEL * sizeof(W);
   const W* w = factors.w;
   for (int64_t k = 0; k < steps * STEP; k += STEP, w += STEP * PANEL) {
-    for (int p = 1; p < PANELS; p++) fetch.touch<STEP_BYTES>(p * factors.panel_stride * sizeof(W));
-    fetch.advance<STEP_BYTES>();
+    for (int p = 1; p < PANELS; p++) fetch.touch<STEP_BYTES, INTO>(p * factors.panel_stride * sizeof(W));
+    fetch.advance<STEP_BYTES, INTO>();
     for (int i = 0; i < STEP; i++)
       for (int p = 0; p < PANELS; p++) {
         Vec column[VECTORS];
@@ -74,23 +74,14 @@ inline void multiply_columns(Factors<W> factors, int64_t steps, Fetch& fetch, fl
       for (int v = 0; v < VECTORS; v++) store(sums + (r * PANELS + p) * PANEL + v * LANES, acc[r][p][v]);
 }
 
-template <int ROWS, int PANELS, class W>
+template <int ROWS, int PANELS, CacheLevel INTO, class W>
 void multiply_tile(Factors<W> factors, int64_t columns, bool add, Fetch fetch, float* sums) {
   if (!add) __builtin_memset(sums, 0, ROWS * PANELS * PANEL * sizeof(float));
   const int64_t pairs = columns / PAIR;
-  multiply_columns<PAIR, ROWS, PANELS>(factors, pairs, fetch, sums);
+  multiply_columns<PAIR, ROWS, PANELS, INTO>(factors, pairs, fetch, sums);
   if (columns % PAIR == 0) return;
   factors.x += pairs * PAIR, factors.w += pairs * PAIR * PANEL;
-  multiply_columns<1, ROWS, PANELS>(factors, 1, fetch, sums);
-}
-
-// What a first tile of `tiles`, whose steps read `step_bytes` of each panel from w on, fetches: its share of the panels
-// that follow after `elements`, or, alone, what is a little ahead.
-template <class W>
-inline Fetch fetch_beside(const W* w, int64_t elements, int64_t step_bytes, int64_t tiles) {
-  constexpr int64_t NEAR = 1024;  // bytes
-  const char* here = reinterpret_cast<const char*>(w);
-  return {tiles > 1 ? here + elements * static_cast<int64_t>(sizeof(W)) : here + NEAR, step_bytes / tiles};
+  multiply_columns<1, ROWS, PANELS, INTO>(factors, 1, fetch, sums);
 }
 
 // Panels that a tile multiplies at once: what hides the latency of a multiply-add and, beside a single row, what memory
@@ -159,22 +150,24 @@ class PanelBlock {
 
   int64_t tile_begin(int64_t t) const { return rows * t / tiles; }
 
-  // sums[i][p][j] = x row i times row j of the p-th of `count` panels.
+  // sums[i][p][j] = x row i times row j of the p-th of `count` panels. Meanwhile each tile fetches its share of the panels
+  // after these: a tile alone, which waits for memory, into the second-level cache.
   void add_up(const W* w, int64_t panel_stride, int64_t count) {
-    const int64_t column_bytes = PANEL * sizeof(W);
-    const Fetch whole = fetch_beside(w, count * panel_stride, PAIR * column_bytes, tiles);
+    constexpr int64_t COLUMN_BYTES = PANEL * sizeof(W);
+    const char* next = reinterpret_cast<const char*>(w + count * panel_stride);
     for (int64_t k = 0; k < depth; k += MAX_DEPTH_BLOCK) {
       const int64_t columns = min(MAX_DEPTH_BLOCK, depth - k);
       for (int64_t t = 0; t < tiles; t++) {
         const int64_t first = tile_begin(t);
-        Fetch fetch = whole;
-        fetch.next += (k + columns * t / tiles) * column_bytes;
+        const Fetch fetch{next + (k + columns * t / tiles) * COLUMN_BYTES, PAIR * COLUMN_BYTES / tiles};
         const Factors<W> factors{x + first * stride + k, stride, w + k * PANEL, panel_stride};
-        float* to = sums + first * count * PANEL;
         with_constant<MAX_TILE>(tile_begin(t + 1) - first, [&](auto width) {
-          constexpr int ROWS = decltype(width)::value;
-          count == 1 ? multiply_tile<ROWS, 1>(factors, columns, k > 0, fetch, to)
-                     : multiply_tile<ROWS, panels_at_once(ROWS)>(factors, columns, k > 0, fetch, to);
+          constexpr int ROWS = decltype(width)::value, SEVERAL = panels_at_once(ROWS);
+          const auto multiply = tiles > 1 ? count == 1 ? multiply_tile<ROWS, 1, FIRST_LEVEL, W>
+                                                       : multiply_tile<ROWS, SEVERAL, FIRST_LEVEL, W>
+                                : count == 1 ? multiply_tile<ROWS, 1, SECOND_LEVEL, W>
+                                             : multiply_tile<ROWS, SEVERAL, SECOND_LEVEL, W>;
+          multiply(factors, columns, k > 0, fetch, sums + first * count * PANEL);
         });
       }
     }
