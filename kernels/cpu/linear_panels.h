@@ -11,9 +11,8 @@
 
 namespace {
 
-// Most rows of x whose sums over a panel share the registers: one more than tiles mostly have, for what is left over.
+// Most rows of x whose sums over a panel share the registers.
 constexpr int TILE = LANES == 4 ? 3 : LANES == 8 ? 5 : 8;
-constexpr int MAX_TILE = TILE + 1;
 constexpr int MAX_TILES = 12;             // of a block of x
 constexpr int64_t MAX_DEPTH = 32768;      // library.py sends larger ones to the reference
 constexpr int64_t NEAR_FLOATS = 1 << 16;  // of a block of x: half of a small second-level cache
@@ -116,10 +115,10 @@ class PanelBlock {
   PanelBlock() {}  // leaves its memory as it is
 
   static int64_t max_rows(int64_t depth) { return max(1, min(MAX_TILES, NEAR_FLOATS / (depth * TILE))) * TILE; }
-  static int64_t at_once(int64_t rows) { return rows <= MAX_TILE ? panels_at_once(rows) : 1; }
+  static int64_t at_once(int64_t rows) { return rows <= TILE ? panels_at_once(rows) : 1; }
 
   void take(int64_t which, const X* from, int64_t from_stride, int64_t count, int64_t columns) {
-    index = which, rows = count, depth = columns, tiles = max(1, ceil_div(count - 1, TILE));
+    index = which, rows = count, depth = columns, tiles = ceil_div(count, TILE);
     if constexpr (sizeof(X) == sizeof(float)) {
       x = from, stride = from_stride;
     } else {
@@ -161,7 +160,7 @@ class PanelBlock {
         const int64_t first = tile_begin(t);
         const Fetch fetch{next + (k + columns * t / tiles) * COLUMN_BYTES, PAIR * COLUMN_BYTES / tiles};
         const Factors<W> factors{x + first * stride + k, stride, w + k * PANEL, panel_stride};
-        with_constant<MAX_TILE>(tile_begin(t + 1) - first, [&](auto width) {
+        with_constant<TILE>(tile_begin(t + 1) - first, [&](auto width) {
           constexpr int ROWS = decltype(width)::value, SEVERAL = panels_at_once(ROWS);
           const auto multiply = tiles > 1 ? count == 1 ? multiply_tile<ROWS, 1, FIRST_LEVEL, W>
                                                        : multiply_tile<ROWS, SEVERAL, FIRST_LEVEL, W>
