@@ -1,8 +1,8 @@
 // Linear layers of bfloat16 with bfloat16 on AMX, the matrix units of newer Xeons.
 //
-// The units multiply [16 rows, 32 columns] by [16 pairs of columns, 16 rows, 2]: rows of x by a piece of a panel, as both
-// lie in memory. Tiles are always whole, padded with zeros, and columns are added up in one order: a row of x gets the same
-// bits whatever surrounds it.
+// The units multiply [16 rows, 32 columns] by [16 pairs of columns, 16 rows, 2]: rows of x by a piece of a panel, as
+// both lie in memory. Tiles are always whole, padded with zeros, and columns are added up in one order: a row of x gets
+// the same bits whatever surrounds it.
 #pragma once
 
 #include "amx_tiles.h"
@@ -51,11 +51,10 @@ class AmxBlock {
       for (int64_t first = 0; first < rows; first += 2 * TILE_ROWS) {
         const bool two_x = rows - first > TILE_ROWS;
         alignas(64) float sums[4][TILE_ROWS * TILE_ROWS];
-        if (two_w) {
-          two_x ? add_up<true, true>(x_tile(first), w, stride, sums) : add_up<false, true>(x_tile(first), w, stride, sums);
-        } else {
-          two_x ? add_up<true, false>(x_tile(first), w, stride, sums) : add_up<false, false>(x_tile(first), w, stride, sums);
-        }
+        const auto add_up_tiles = two_w ? two_x ? &AmxBlock::add_up<true, true> : &AmxBlock::add_up<false, true>
+                                  : two_x ? &AmxBlock::add_up<true, false>
+                                          : &AmxBlock::add_up<false, false>;
+        (this->*add_up_tiles)(x_tile(first), w, stride, sums);
         for (int64_t i = 0; i < (two_x ? 2 : 1); i++)
           for (int64_t j = 0; j < (two_w ? 2 : 1); j++) {
             const int64_t row = first + i * TILE_ROWS;

@@ -1,7 +1,7 @@
 // Linear layers of bfloat16 with bfloat16 on AVX512-BF16: one instruction multiplies a pair of columns of 16 rows of W.
 //
-// Panels hold such pairs, and a pair of x meets them in all lanes: lanes are rows of W, and pairs are added one after the
-// other in whatever tile a row of x is, so its result depends on neither the rows beside it nor the thread. The
+// Panels hold such pairs, and a pair of x meets them in all lanes: lanes are rows of W, and pairs are added one after
+// the other in whatever tile a row of x is, so its result depends on neither the rows beside it nor the thread. The
 // instruction takes denormal numbers for 0.
 #pragma once
 

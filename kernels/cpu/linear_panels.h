@@ -149,8 +149,8 @@ class PanelBlock {
 
   int64_t tile_begin(int64_t t) const { return rows * t / tiles; }
 
-  // sums[i][p][j] = x row i times row j of the p-th of `count` panels. Meanwhile each tile fetches its share of the panels
-  // after these: a tile alone, which waits for memory, into the second-level cache.
+  // sums[i][p][j] = x row i times row j of the p-th of `count` panels. Meanwhile each tile fetches its share of the
+  // panels after these: a tile alone, which waits for memory, into the second-level cache.
   void add_up(const W* w, int64_t panel_stride, int64_t count) {
     constexpr int64_t COLUMN_BYTES = PANEL * sizeof(W);
     const char* next = reinterpret_cast<const char*>(w + count * panel_stride);
