@@ -93,13 +93,16 @@ shared_files = SharedFiles()
 
 
 def allocate(backend: str, num_bytes: int) -> Bytes:
-    """`num_bytes` zeroes as a flat array that `backend` can register. Raises ValueError, and OSError without memory."""
+    """`num_bytes` zeroes as a flat array that `backend` can register, from the beginning of a page on.
+
+    Raises ValueError, and OSError without memory.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: must be one of {', '.join(BACKENDS)}")
     if num_bytes < 1:
         raise ValueError(f"num_bytes = {num_bytes}: must be at least 1")
     if backend == "inproc":
-        return np.zeros(num_bytes, np.uint8)
+        return as_bytes(mmap.mmap(-1, num_bytes))
     file = shared_files.create(num_bytes)
     threading.Thread(target=populate, args=(file,), name="kv-populate", daemon=True).start()
     return as_bytes(file)

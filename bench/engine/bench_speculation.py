@@ -35,6 +35,7 @@ from engine.sequence import SamplingParams, SequenceSpec
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
+from kvtransfer.memory import allocate
 
 BLOCK_SIZE = 16
 BLOCKS_PER_STREAM = 48
@@ -63,7 +64,7 @@ class Bench:
     def __init__(self, model_dir: Path, draft_dir: Path | None, num_threads: int) -> None:
         dtype = resolve_dtype("auto")
         self._num_blocks = max(NUM_STREAMS) * BLOCKS_PER_STREAM
-        memory = np.zeros(self._num_blocks * kv_block_bytes(model_info(model_dir, dtype), BLOCK_SIZE), np.uint8)
+        memory = allocate("inproc", self._num_blocks * kv_block_bytes(model_info(model_dir, dtype), BLOCK_SIZE))
         self._runner = TorchRunner(
             model_dir, kv_memory=memory, block_size=BLOCK_SIZE, dtype=dtype, num_threads=num_threads
         )

@@ -1,8 +1,9 @@
 """What this machine can do at best, measured beside the servers: `python -m bench.engine.limits --threads 2`, a Worker.
 
-read_s: the time to read as many bytes as the default model's linears and head have in bfloat16 (the fastest of some
-sums over them: other work may slow one). matmul_flops: of torch on a prefill's shape, in the dtype that `auto` gives on
-this machine, which is what our server computes in.
+Each in the turn of the case that is compared with it, as both change with what else the machine does.
+read_s, beside `single`: the time to read as many bytes as the default model's linears and head have in bfloat16 (the
+fastest of some sums over them: other work may slow one). matmul_flops, beside `prefill`: of torch on a prefill's shape,
+in the dtype that `auto` gives on this machine, which is what our server computes in.
 """
 
 from __future__ import annotations
@@ -42,11 +43,10 @@ def main() -> None:
     x, weights = torch.randn(ROWS, DEPTH, dtype=dtype), torch.randn(COLUMNS, DEPTH, dtype=dtype)
     flops = 2.0 * ROWS * COLUMNS * DEPTH
 
-    def measure(_request: dict[str, Any]) -> dict[str, float]:
-        return {
-            "limits.read_s": best_s(words.sum),
-            "limits.matmul_flops": flops / best_s(lambda: torch.nn.functional.linear(x, weights)),
-        }
+    def measure(request: dict[str, Any]) -> dict[str, float]:
+        if request["case"] == "single":
+            return {"limits.read_s": best_s(words.sum)}
+        return {"limits.matmul_flops": flops / best_s(lambda: torch.nn.functional.linear(x, weights))}
 
     with torch.inference_mode():
         answer_lines(measure)

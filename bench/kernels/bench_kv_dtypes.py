@@ -19,7 +19,6 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from bench.arguments import new_file, positive
@@ -29,6 +28,7 @@ from engine.kv_cache import KVCache, kv_cache
 from engine.kv_format import kv_block_bytes
 from kernels.kv_write import kv_write
 from kernels.paged_decode import paged_decode
+from kvtransfer.memory import allocate
 
 SMOLLM2 = ModelInfo(
     model_id="bench",
@@ -63,7 +63,7 @@ class Case:
 def make_case(kv_dtype: str, context: int) -> Case:
     model = replace(SMOLLM2, kv_dtype=kv_dtype)
     num_blocks = -(-context // BLOCK_SIZE)
-    cache = kv_cache(np.zeros(num_blocks * kv_block_bytes(model, BLOCK_SIZE), np.uint8), model, BLOCK_SIZE)
+    cache = kv_cache(allocate("inproc", num_blocks * kv_block_bytes(model, BLOCK_SIZE)), model, BLOCK_SIZE)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
     slots = (order[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:context]
     for layer in cache.layers:

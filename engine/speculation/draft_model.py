@@ -6,6 +6,7 @@ logits: common random numbers make sampled tokens agree far more often than inde
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -52,7 +53,8 @@ class DraftModel:
         self._block_size = block_size
         self._num_threads = num_threads
         self._clock = clock
-        memory = np.zeros(num_blocks * kv_block_bytes(self._info, block_size), np.uint8)
+        # Not np.zeros, which begins inside of a cache line, so that each vector that is read would lie in two.
+        memory = np.frombuffer(mmap.mmap(-1, num_blocks * kv_block_bytes(self._info, block_size)), np.uint8)
         self._kv = kv_cache(memory, self._info, block_size)
         self._slots = DraftSlots(generations, block_size)
         self._model = Model.load(model_dir, dtype)
