@@ -20,18 +20,13 @@ class PairDecodeProducts {
   void read_query(int g, const bf16* from) { __builtin_memcpy(q[g], from, head_dim * sizeof(bf16)); }
 
   void score(const bf16* k, const Tile& tile, const Tile& next, float (*scores)[DECODE_TILE]) const {
-    constexpr int KEYS = G >= 7 ? 1 : G >= 3 ? 4 : 8;
-    Vec lanes[G][DECODE_TILE];
     int64_t i = 0;
-    for (; i + KEYS <= tile.count; i += KEYS) {
-      for (int64_t key = i; key < min(i + KEYS, next.count); key++)
-        prefetch_columns(k + next.places[key].row, 0, head_dim);
-      score_keys<KEYS>(k, tile.places, i, lanes);
+    for (; i < tile.count; i += LANES) {
+      Vec sums[G];
+      score_keys<1>(k, tile.places + i, next.places + i, sums);
+      for (int g = 0; g < G; g++) store(scores[g] + i, sums[g] * scale);
     }
-    for (int64_t key = i; key < next.count; key++) prefetch_columns(k + next.places[key].row, 0, head_dim);
-    for (; i < tile.count; i++) score_keys<1>(k, tile.places, i, lanes);
-    for (int g = 0; g < G; g++)
-      for (i = 0; i < tile.count; i += LANES) store(scores[g] + i, sums_of(lanes[g] + i) * scale);
+    for (; i < next.count; i++) prefetch_columns(k + next.places[i].row, 0, head_dim);
   }
 
   // Adds all V of the tile times `weights`, zeros after them, to what was added before, times `factors`.
@@ -55,32 +50,49 @@ class PairDecodeProducts {
   alignas(64) bf16 q[G][MAX_HEAD_DIM];
   alignas(64) float acc[G][MAX_HEAD_DIM] = {};
 
-  // Lanes of the scores of KEYS keys at once: enough independent sums to hide the latency of a product.
-  template <int KEYS>
-  void score_keys(const bf16* k, const Place* places, int64_t i, Vec (*lanes)[DECODE_TILE]) const {
-    Vec dots[KEYS][G];
-    for (int key = 0; key < KEYS; key++)
-      for (int g = 0; g < G; g++) dots[key][g] = Vec{};
-    for (int64_t d = 0; d < head_dim; d += TILE_COLUMNS)
-      for (int key = 0; key < KEYS; key++) {
-        const Vec pairs = load_pairs_of(k + places[i + key].row + d, TILE_COLUMNS);
-        for (int g = 0; g < G; g++) dots[key][g] = add_pairs(dots[key][g], pairs, load_pairs_of(q[g] + d, TILE_COLUMNS));
-      }
-    for (int key = 0; key < KEYS; key++)
-      for (int g = 0; g < G; g++) lanes[g][i + key] = dots[key][g];
+  // Unscaled scores of every WIDTH-th of LANES keys, added across lanes as `folded` does, but while in registers. As many
+  // rows of `next` are fetched meanwhile.
+  template <int WIDTH>
+  void score_keys(const bf16* k, const Place* places, const Place* next, Vec (&sums)[G]) const {
+    if constexpr (WIDTH == LANES / 2) {
+      score_two<WIDTH>(k, places, next, sums);
+    } else {
+      Vec others[G];
+      score_keys<2 * WIDTH>(k, places, next, sums);
+      score_keys<2 * WIDTH>(k, places + WIDTH, next + WIDTH, others);
+      for (int g = 0; g < G; g++) sums[g] = fold<WIDTH>(sums[g], others[g]);
+    }
   }
 
-  // Adds up CHUNKS chunks of every V from column d on, two keys at a time; an odd key's second half is itself, weighing 0.
+  // Two keys share a query's load.
+  template <int WIDTH>
+  void score_two(const bf16* k, const Place* places, const Place* next, Vec (&sums)[G]) const {
+    Vec dots[G][2] = {};
+    for (int64_t d = 0; d < head_dim; d += TILE_COLUMNS) {
+      Vec keys[2];
+      for (int key = 0; key < 2; key++) {
+        prefetch_columns(k + next[key * WIDTH].row, d, d + TILE_COLUMNS);
+        keys[key] = load_pairs_of(k + places[key * WIDTH].row + d, TILE_COLUMNS);
+      }
+      for (int g = 0; g < G; g++) {
+        const Vec query = load_pairs_of(q[g] + d, TILE_COLUMNS);
+        for (int key = 0; key < 2; key++) dots[g][key] = add_pairs(dots[g][key], keys[key], query);
+      }
+    }
+    for (int g = 0; g < G; g++) sums[g] = fold<WIDTH>(dots[g][0], dots[g][1]);
+  }
+
+  // Adds up CHUNKS chunks of every V from column d on, two keys at a time; an odd last one comes twice, then weighs 0.
   template <int CHUNKS>
   void add_chunks(const bf16* v, const Tile& tile, const Tile& next, const bf16 (*weights)[DECODE_TILE],
                   const float* factors, int64_t d) {
     Vec added[G][2 * CHUNKS];
     for (int g = 0; g < G; g++)
       for (int c = 0; c < 2 * CHUNKS; c++) added[g][c] = load(acc[g] + d + c * LANES) * factors[g];
-    for (int64_t i = 0; i < tile.count; i += 2) {
-      for (int64_t key = i; key < min(i + 2, next.count); key++)
-        prefetch_columns(v + next.places[key].row, d, d + CHUNKS * TILE_COLUMNS);
-      const bf16 *even = v + tile.places[i].row + d, *odd = v + tile.places[min(i + 1, tile.count - 1)].row + d;
+    int64_t i = 0;
+    for (; i < tile.count; i += 2) {
+      for (int key = 0; key < 2; key++) prefetch_columns(v + next.places[i + key].row, d, d + CHUNKS * TILE_COLUMNS);
+      const bf16 *even = v + tile.places[i].row + d, *odd = v + tile.places[i + 1].row + d;
       for (int c = 0; c < CHUNKS; c++) {
         const PairsOfRows pairs = interleave(load_pairs_of(even + c * TILE_COLUMNS, TILE_COLUMNS),
                                              load_pairs_of(odd + c * TILE_COLUMNS, TILE_COLUMNS));
@@ -91,8 +103,7 @@ class PairDecodeProducts {
         }
       }
     }
-    for (int64_t i = round_up(tile.count, 2); i < next.count; i++)
-      prefetch_columns(v + next.places[i].row, d, d + CHUNKS * TILE_COLUMNS);
+    for (; i < next.count; i++) prefetch_columns(v + next.places[i].row, d, d + CHUNKS * TILE_COLUMNS);
     for (int g = 0; g < G; g++)
       for (int c = 0; c < 2 * CHUNKS; c++) store(acc[g] + d + c * LANES, added[g][c]);
   }

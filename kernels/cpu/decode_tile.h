@@ -6,9 +6,10 @@
 namespace {
 
 constexpr int DECODE_TILE = 32;
+static_assert(DECODE_TILE % LANES == 0, "scores are whole vectors");
 
 struct Tile {
-  Place places[DECODE_TILE];
+  Place places[DECODE_TILE];  // past `count` the last one again, so that keys may be read a whole vector at a time
   int64_t count = 0;
 };
 
@@ -19,9 +20,11 @@ Tile tile_at(const ContextReader<E>& context, int64_t begin, int64_t length, con
   Tile tile;
   tile.count = max(0, min(DECODE_TILE, length - begin));
   const int64_t rows = context.k - base.k, scales = context.k_scales - base.k_scales;
+  Place last = {};
   context.for_places(begin, tile.count, [&](int64_t i, Place place) {
-    tile.places[i] = {place.row + rows, place.scale + scales};
+    tile.places[i] = last = {place.row + rows, place.scale + scales};
   });
+  for (int64_t i = tile.count; i < DECODE_TILE; i++) tile.places[i] = last;
   return tile;
 }
 

@@ -43,11 +43,12 @@ struct ContextReader {
   // body(i, place) for positions begin + i, i in 0 .. count - 1.
   template <class Body>
   void for_places(int64_t begin, int64_t count, const Body& body) const {
-    int64_t index = begin / block_size, slot = begin % block_size;
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t block = blocks[index];
-      body(i, Place{block * block_stride + slot * slot_stride, block * scale_block_stride + slot});
-      if (++slot == block_size) index++, slot = 0;
+    const int32_t* block = blocks + begin / block_size;
+    int64_t slot = begin % block_size;
+    for (int64_t i = 0; i < count; block++, slot = 0) {
+      Place place{*block * block_stride + slot * slot_stride, *block * scale_block_stride + slot};
+      const int64_t end = min(count, i + block_size - slot);
+      for (; i < end; i++, place.row += slot_stride, place.scale++) body(i, place);
     }
   }
 };

@@ -113,7 +113,7 @@ int64_t decode_from(const Heads& q, const Cache& cache, const Context& context, 
   const int64_t group = q.heads / cache.kv_heads, items = q.tokens * cache.kv_heads;
   parallel_for(items, threads, [&](int64_t number) {
     const DecodeItem<E> item(cache, context, number);
-    Tile after;  // what this thread probably reads next
+    Tile after{};  // what this thread probably reads next
     if (number + 1 < items) after = DecodeItem<E>(cache, context, number + 1).first_tile(scoring, item.reader);
     for (int64_t g = 0; g < group; g += MAX_GROUP) {
       const auto decode = DECODE_BY_GROUP<T, E>[min(MAX_GROUP, group - g) - 1];

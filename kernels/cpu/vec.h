@@ -191,10 +191,21 @@ inline int upper_lane(int i) {
   return lower_lane<WIDTH>(i) + WIDTH;
 }
 
+// Lanes of `b` where their number has the bit WIDTH, of `a` elsewhere.
+template <int WIDTH>
+inline Vec blend(Vec a, Vec b) {
+#if defined(__AVX512F__)  // GCC 12 takes a shuffle for it, which fewer units do
+  constexpr int NUMBERS_WITH_BIT = 0xffff / ((1 << WIDTH) + 1) << WIDTH;
+  return (Vec)_mm512_mask_blend_ps(NUMBERS_WITH_BIT, (__m512)a, (__m512)b);
+#else
+  return pick(a, b, [](int i) { return i & WIDTH ? LANES + i : i; });
+#endif
+}
+
 // Adds lanes WIDTH apart: those of `a` into the lanes whose number lacks the bit WIDTH, those of `b` into the others.
 template <int WIDTH>
 inline Vec fold(Vec a, Vec b) {
-  return pick(a, b, lower_lane<WIDTH>) + pick(a, b, upper_lane<WIDTH>);
+  return blend<WIDTH>(a, b) + pick(a, b, [](int i) { return i & WIDTH ? LANES + i - WIDTH : i + WIDTH; });
 }
 
 template <int WIDTH>
