@@ -35,7 +35,7 @@ class ScheduledSequence(NamedTuple):
     block_table: tuple[int, ...]  # covers at least start + len(token_ids) + len(draft_ids) tokens
     sample: bool
     params: SamplingParams
-    prompt_ids: Seq[int]  # for penalties
+    prompt_ids: Seq[int]  # for penalties, and to tell its tokens from others
     output_ids: Seq[int]  # likewise, until the step is booked; its length is the position of the (first) token drawn
     draft_ids: tuple[int, ...] = ()
 
@@ -43,6 +43,11 @@ class ScheduledSequence(NamedTuple):
     def end(self) -> int:
         """Context length after `token_ids`; right drafts add to it."""
         return self.start + len(self.token_ids)
+
+    @property
+    def num_of_prompt(self) -> int:
+        """How many of `token_ids`, the first ones, belong to the prompt."""
+        return max(0, min(len(self.token_ids), len(self.prompt_ids) - self.start))
 
 
 @dataclass(frozen=True, slots=True)

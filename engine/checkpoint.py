@@ -48,6 +48,7 @@ DTYPES = {"float32": 4, "bfloat16": 2}  # name -> bytes
 NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's
 SOURCE_NAME = "source.json"
 EMBEDDING = "model.embed_tokens.weight"
+CACHE_HINT = "XDG_CACHE_HOME may name a directory that can be written"
 # Python, torch and its thread pools, measured at 0.3 GB, and activations of one step, which max_batched_tokens bounds
 PROCESS_BYTES = 600 << 20
 
@@ -199,7 +200,7 @@ def _converted(source: Path, name: str, progress: ProgressCallback, quantization
             if not target.is_dir():  # another process may have made it while we waited
                 _convert_into(source, target, name, progress, keep_blocks)
     except OSError as error:
-        raise CheckpointError(f"cannot convert {source} into {target}: {error}") from error
+        raise CheckpointError(f"cannot convert {source} into {target}: {error}; {CACHE_HINT}") from error
     return _checked_directory(target, quantization)
 
 

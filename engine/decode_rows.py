@@ -26,8 +26,8 @@ Step = Callable[[], torch.Tensor]  # computes a batch as it then stands; logits 
 
 
 def only_decodes(sequences: Seq[ScheduledSequence]) -> bool:
-    """Whether each computes one token and draws the next, without drafts."""
-    return all(len(s.token_ids) == 1 and s.sample and not s.draft_ids for s in sequences)
+    """Whether each computes one token behind its prompt and draws the next, without drafts."""
+    return all(len(s.token_ids) == 1 and s.num_of_prompt == 0 and s.sample and not s.draft_ids for s in sequences)
 
 
 class DecodeRows:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from engine.checkpoint import EMBEDDING, cache_dir, locked, model_name, weights_revision
+from engine.checkpoint import CACHE_HINT, EMBEDDING, cache_dir, locked, model_name, weights_revision
 from engine.config_fields import CheckpointError
 from engine.model_config import ModelConfig
 from engine.quantization import QUANTIZER_VERSION, StoredQuantization
@@ -73,7 +73,8 @@ def _made(model_dir: Path, kind: str, write: Callable[[_Checkpoint, Path], None]
                 if not _is_whole(target):  # another process may have made it while we waited
                     _make(model_dir, target, write)
     except OSError as error:
-        raise CheckpointError(f"cannot write the packed weights of {model_dir} to {target}: {error}") from error
+        message = f"cannot write the packed weights of {model_dir} to {target}: {error}; {CACHE_HINT}"
+        raise CheckpointError(message) from error
     return target
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,16 +75,13 @@ class TorchRunner:
             return []
         if only_decodes(batch.sequences):
             return [(token,) for token in self._decode_steps.tokens(batch.sequences)]
-        decodes_first = sorted(range(len(batch.sequences)), key=lambda i: len(batch.sequences[i].token_ids) > 1)
-        ordered = [batch.sequences[i] for i in decodes_first]
-        logits = self._logits(flatten(ordered, self._block_size))
-        rows = [row for s in ordered if s.sample for row in sample_rows(s)]
+        logits = self._logits(flatten(batch.sequences, self._block_size))
+        rows = [row for s in batch.sequences if s.sample for row in sample_rows(s)]
         drawn = iter(sample(logits, rows, self._model_info.eos_token_ids))
-        results: list[tuple[SampledToken, ...]] = [()] * len(ordered)
-        for i, s in zip(decodes_first, ordered, strict=True):
-            if s.sample:
-                results[i] = verified(s.draft_ids, tuple(islice(drawn, 1 + len(s.draft_ids))))
-        return results
+        return [
+            verified(s.draft_ids, tuple(islice(drawn, 1 + len(s.draft_ids)))) if s.sample else ()
+            for s in batch.sequences
+        ]
 
     def _prepared(self, batch: FlatBatch) -> Step:
         """Of a batch on the host. On a GPU what is prepared is a graph, over memory of its own."""
@@ -123,43 +122,51 @@ def sample_rows(scheduled: ScheduledSequence) -> list[SampleRow]:
 
 
 def flatten(sequences: Seq[ScheduledSequence], block_size: int) -> FlatBatch:
-    """One batch of all tokens. `sequences` has those of one token (decodes) before all others.
+    """One batch of all tokens; `sample_rows` follow the order of `sequences`.
 
-    A draft is a decode like the token before it: with the same block table and a context of one more, it is computed
-    to the bit as it would be in a step of its own.
+    A prompt's tokens go through prefill attention and all others through decode attention, even where a run of them is
+    computed again: a draft, or a replayed token, has the same block table and a context of one more than the one before
+    it. So each is computed to the bit as in any other step, though the two kinds of attention round differently.
     """
-    decodes = [s for s in sequences if len(s.token_ids) == 1]
-    prefills = [s for s in sequences if len(s.token_ids) > 1]
-    ends = list(accumulate(len(s.token_ids) + len(s.draft_ids) for s in sequences))
-    positions = [range(s.start, s.end + len(s.draft_ids)) for s in sequences]
-    slots = [
-        s.block_table[position // block_size] * block_size + position % block_size
-        for s, its_own in zip(sequences, positions, strict=True)
-        for position in its_own
-    ]
+    prompts: list[_Token] = []
+    decodes: list[_Token] = []
+    prefills: list[ScheduledSequence] = []
+    sampled: list[tuple[list[_Token], int]] = []
+    for s in sequences:
+        num_of_prompt = s.num_of_prompt
+        if num_of_prompt > 0:
+            prefills.append(s)
+        for i, token_id in enumerate((*s.token_ids, *s.draft_ids)):
+            kind = prompts if i < num_of_prompt else decodes
+            if s.sample and i >= len(s.token_ids) - 1:
+                sampled.append((kind, len(kind)))
+            kind.append(_Token(s, s.start + i, token_id))
+    tokens = (*decodes, *prompts)
     return FlatBatch(
-        token_ids=torch.tensor([token for s in sequences for token in (*s.token_ids, *s.draft_ids)]),
-        positions=torch.tensor([position for its_own in positions for position in its_own]),
-        slot_mapping=torch.tensor(slots),
-        sample_rows=torch.tensor(
-            [
-                row
-                for s, end in zip(sequences, ends, strict=True)
-                if s.sample
-                for row in range(end - 1 - len(s.draft_ids), end)
-            ],
-            dtype=torch.int64,
+        token_ids=_longs(t.token_id for t in tokens),
+        positions=_longs(t.position for t in tokens),
+        slot_mapping=_longs(
+            t.sequence.block_table[t.position // block_size] * block_size + t.position % block_size for t in tokens
         ),
-        decode_block_tables=_block_tables([s for s in decodes for _ in range(1 + len(s.draft_ids))]),
-        decode_context_lens=torch.tensor(
-            [s.end + i for s in decodes for i in range(1 + len(s.draft_ids))], dtype=torch.int32
-        ),
+        sample_rows=_longs(row if kind is decodes else len(decodes) + row for kind, row in sampled),
+        decode_block_tables=_block_tables([t.sequence for t in decodes]),
+        decode_context_lens=torch.tensor([t.position + 1 for t in decodes], dtype=torch.int32),
         prefill_block_tables=_block_tables(prefills),
-        prefill_context_lens=torch.tensor([s.end for s in prefills], dtype=torch.int32),
+        prefill_context_lens=torch.tensor([s.start + s.num_of_prompt for s in prefills], dtype=torch.int32),
         prefill_cu_seqlens=torch.tensor(
-            list(accumulate((len(s.token_ids) for s in prefills), initial=0)), dtype=torch.int32
+            list(accumulate((s.num_of_prompt for s in prefills), initial=0)), dtype=torch.int32
         ),
     )
+
+
+class _Token(NamedTuple):
+    sequence: ScheduledSequence
+    position: int
+    token_id: int
+
+
+def _longs(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
 
 
 def _block_tables(sequences: Seq[ScheduledSequence]) -> torch.Tensor:

@@ -82,7 +82,8 @@ class Scorer:
 
     def logprobs(self, ids: list[int]) -> torch.Tensor:
         """float64 [WINDOW / 2], of the tokens in the window's second half."""
-        sequence = ScheduledSequence("s", tuple(ids), 0, self._table, True, SamplingParams(temperature=0.0), (), ())
+        params, prompt_ids = SamplingParams(temperature=0.0), tuple(ids)
+        sequence = ScheduledSequence("s", prompt_ids, 0, self._table, True, params, prompt_ids, ())
         first = WINDOW // 2
         rows = torch.arange(first - 1, WINDOW - 1)
         logits = self._model.forward(replace(flatten([sequence], BLOCK_SIZE), sample_rows=rows), self._kv)

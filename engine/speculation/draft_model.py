@@ -110,7 +110,7 @@ class DraftModel:
             _scheduled(request, start, None, drafts.get(request.sequence_id, ()))
             for request, start in zip(requests, starts, strict=True)
         ]
-        scheduled = sorted((*scheduled, *unfinished), key=lambda s: len(s.token_ids) > 1)
+        scheduled += unfinished
         logits = self._model.forward(flatten(scheduled, self._block_size), self._kv.layers)
         sampled = [s for s in scheduled if s.sample]
         rows = [row for s in sampled for row in sample_rows(s)]

@@ -48,7 +48,7 @@ class CompilerMissing(RuntimeError):
 
 
 class BuildFailed(RuntimeError):
-    """The compiler refused our sources; the message carries what it said."""
+    """The compiler refused our sources, or their library has no place; the message carries what was said."""
 
 
 def build() -> Path:
@@ -62,8 +62,14 @@ def build() -> Path:
         return _built_elsewhere(directory)
     target = directory / f"kernels-{_source_key()}-{_compiler_key(compiler)}.so"
     if not target.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        _compile(compiler, target)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _compile(compiler, target)
+        except OSError as error:
+            raise BuildFailed(
+                f"cannot write the CPU kernels' library to {target}: {error}; "
+                "XDG_CACHE_HOME may name a directory that can be written"
+            ) from error
     return target
 
 

@@ -103,13 +103,17 @@ def answer(core: EngineCore, prompts: dict[str, list[int]]) -> tuple[dict[str, l
 
 @pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "qwen3", "mixtral"])
 def test_bfloat16_errs_no_more_than_transformers_in_bfloat16(name: str, tmp_path: Path) -> None:
-    """As in test_llama.py; Gemma's 1 + weight is rounded here and not there."""
+    """As in test_llama.py; Gemma's 1 + weight is rounded here and not there.
+
+    Of a usual token: rounding may choose another expert where two are nearly as good, which is no rounding error.
+    """
     reference = make_family(tmp_path, name)
     prompt = random_ids(40, vocab_size=300)
     expected = reference_logits(reference, prompt)
     ours = OurModel(tmp_path, "bfloat16").logits(scheduled(prompt, 0, range(20)))
     theirs = reference_logits(reference.to(torch.bfloat16), prompt)
-    assert 0 < (ours - expected).abs().mean() < 1.25 * (theirs - expected).abs().mean()
+    our_errors, their_errors = ((logits - expected).abs().mean(dim=-1) for logits in (ours, theirs))
+    assert 0 < our_errors.median() < 1.25 * their_errors.median()
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def block_bytes(folder: Path) -> int:
 
 def test_flatten_by_hand() -> None:
     decode = ScheduledSequence("d", (7,), 5, (3, 9), True, GREEDY, (), ())
-    chunk = ScheduledSequence("c", (1, 2, 3), 4, (8, 2), False, GREEDY, (), ())
-    whole = ScheduledSequence("w", (4, 5), 0, (6,), True, GREEDY, (), ())
+    chunk = ScheduledSequence("c", (1, 2, 3), 4, (8, 2), False, GREEDY, (0,) * 9, ())
+    whole = ScheduledSequence("w", (4, 5), 0, (6,), True, GREEDY, (4, 5), ())
     flat = flatten([decode, chunk, whole], block_size=4)
     assert flat.token_ids.tolist() == [7, 1, 2, 3, 4, 5]
     assert flat.positions.tolist() == [5, 4, 5, 6, 0, 1]
@@ -58,7 +58,7 @@ def test_flatten_by_hand() -> None:
 
 
 def test_flatten_makes_a_decode_row_of_each_draft() -> None:
-    chunk = ScheduledSequence("c", (1, 2), 4, (8, 2), False, GREEDY, (), ())
+    chunk = ScheduledSequence("c", (1, 2), 4, (8, 2), False, GREEDY, (0,) * 9, ())
     drafted = ScheduledSequence("d", (7,), 2, (3, 9), True, GREEDY, (), (), draft_ids=(5, 6))
     flat = flatten([drafted, chunk], block_size=4)
     assert flat.token_ids.tolist() == [7, 5, 6, 1, 2]
@@ -69,6 +69,20 @@ def test_flatten_makes_a_decode_row_of_each_draft() -> None:
     assert flat.decode_context_lens.tolist() == [3, 4, 5]
     assert flat.prefill_context_lens.tolist() == [6]
     assert flat.prefill_cu_seqlens.tolist() == [0, 2]
+
+
+def test_flatten_tells_a_prompt_s_tokens_from_those_behind_it() -> None:
+    """A replay, whose run begins in the prompt, and a last token of a prompt that the prefix cache left over."""
+    replay = ScheduledSequence("r", (1, 2, 3, 4), 2, (3, 9), True, GREEDY, (0,) * 4, (3, 4))
+    tail = ScheduledSequence("t", (7,), 4, (8, 2), True, GREEDY, (0,) * 5, ())
+    flat = flatten([replay, tail], block_size=4)
+    assert flat.token_ids.tolist() == [3, 4, 1, 2, 7]
+    assert flat.positions.tolist() == [4, 5, 2, 3, 4]
+    assert flat.sample_rows.tolist() == [1, 4]
+    assert flat.decode_block_tables.tolist() == [[3, 9]] * 2
+    assert flat.decode_context_lens.tolist() == [5, 6]
+    assert flat.prefill_context_lens.tolist() == [4, 5]
+    assert flat.prefill_cu_seqlens.tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize("num_right", range(4))
@@ -114,7 +128,7 @@ def tokens_of_blocks(blocks: np.ndarray) -> np.ndarray:
 
 
 def test_results_come_in_the_batchs_order(runner: TorchRunner, reference: tuple[Path, Any]) -> None:
-    """Sequences with one token are computed first, whatever their place."""
+    """Tokens behind a prompt are computed first, whatever their place."""
     prompts = [random_ids(9, 1), random_ids(1, 2), random_ids(6, 3), random_ids(1, 4)]
     batch = [scheduled(p, 0, range(4 * i, 4 * i + 3))._replace(sample=i != 2) for i, p in enumerate(prompts)]
     tokens = [[token.token_id for token in drawn] for drawn in runner.execute(Batch(tuple(batch)))]

@@ -66,8 +66,9 @@ def random_ids(count: int, seed: int = 0, vocab_size: int = TINY["vocab_size"]) 
 def scheduled(
     token_ids: Sequence[int], start: int, block_table: Sequence[int], params: SamplingParams = GREEDY
 ) -> ScheduledSequence:
-    """A run of tokens after which a token is drawn."""
-    return ScheduledSequence("s", tuple(token_ids), start, tuple(block_table), True, params, (), ())
+    """A run of a prompt's tokens, or a single one behind it, after which a token is drawn."""
+    prompt_ids = (0,) * (start + len(token_ids)) if len(token_ids) > 1 else ()
+    return ScheduledSequence("s", tuple(token_ids), start, tuple(block_table), True, params, prompt_ids, ())
 
 
 class OurModel:

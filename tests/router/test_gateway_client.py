@@ -293,7 +293,8 @@ async def test_a_stream_that_breaks_after_the_last_response_concerns_nobody(scri
 async def test_a_status_that_the_router_did_not_give_blames_no_request(
     code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def break_off(requests: object, context: grpc.aio.ServicerContext[object, object]) -> None:
+    async def break_off(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[object, object]) -> None:
+        await anext(requests)  # else gRPC may put a status of its own in place of ours, as it cannot write
         await context.abort(code, "broken")
 
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(break_off)

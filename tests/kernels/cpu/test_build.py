@@ -96,6 +96,15 @@ def test_a_failed_build_says_what_the_compiler_said_and_leaves_nothing(
     assert list(empty_cache.iterdir()) == []
 
 
+@pytest.mark.usefixtures("fake_compiler")
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.raises(BuildFailed, match="cannot write .*a file/pdserve/kernels/.*XDG_CACHE_HOME may name"):
+        build()
+
+
 @pytest.mark.usefixtures("empty_cache")
 def test_no_compiler_names_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
