@@ -101,7 +101,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     file = tmp_path / "a file"
     file.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    with pytest.raises(BuildFailed, match="cannot write .*a file/pdserve/kernels/.*XDG_CACHE_HOME may name"):
+    with pytest.raises(BuildFailed, match=r"cannot write .*a file/pdserve/kernels/.*XDG_CACHE_HOME may name"):
         build()
 
 
