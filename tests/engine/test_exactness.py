@@ -114,15 +114,12 @@ def test_preempted_and_recomputed(runner: TorchRunner) -> None:
 
 
 def test_drafts_change_neither_tokens_nor_logprobs(runner: TorchRunner) -> None:
-    """Greedy and sampled, to the last bit of each log-probability.
-
-    Prompts are computed whole: a last chunk of one token is a decode to the kernels, whose last bits differ.
-    """
+    """Greedy and sampled, to the last bit of each log-probability, however prompts are cut into chunks."""
     answers = []
     for proposer in (None, NgramProposer(1, 3)):
         core = EngineCore(
             runner,
-            EngineConfig(num_blocks=NUM_BLOCKS, max_batched_tokens=8192),
+            EngineConfig(num_blocks=NUM_BLOCKS, max_batched_tokens=65),
             proposer=proposer,
             clock=lambda: 0.0,  # how many drafts a step gets depends on what steps seem to take
         )

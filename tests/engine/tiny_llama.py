@@ -89,7 +89,7 @@ class OurModel:
         self.blocks, self.kv = cache.blocks, cache.layers
 
     def logits(self, *sequences: ScheduledSequence) -> torch.Tensor:
-        """float32 [T, V] of every token of a batch; one-token sequences come first."""
+        """float32 [T, V] of every token of a batch; tokens behind a prompt come first."""
         flat = flatten(sequences, BLOCK_SIZE)
         return self.model.forward(replace(flat, sample_rows=torch.arange(len(flat.token_ids))), self.kv)
 
