@@ -19,7 +19,7 @@ import torch
 
 from engine.sequence import Logprob, SampledToken, SamplingParams
 from engine.stopping import suppressed_ids
-from kernels.sampling import Sample, add_bias, apply_penalties, ban, prepared_greedy, prepared_sample
+from kernels.sampling import Draws, Sample, add_bias, apply_penalties, ban, prepared_greedy, prepared_sample
 from kernels.uniform import uniform
 
 GREEDY_BELOW = 1e-5  # a temperature at which float32 probabilities are 0 or 1
@@ -91,13 +91,14 @@ class Sampler:
     def _drawn(self, rows: Seq[Row]) -> list[int]:
         """No row's temperature is near 0."""
         params = [row.params for row in rows]
-        return self._draw(
-            [p.temperature for p in params],
-            [p.top_k for p in params],
-            [p.top_p for p in params],
-            [p.min_p for p in params],
-            [uniform(row.params.seed, len(row.output_ids)) for row in rows],
+        draws = Draws(
+            temperature=[p.temperature for p in params],
+            top_k=[p.top_k for p in params],
+            top_p=[p.top_p for p in params],
+            min_p=[p.min_p for p in params],
+            uniforms=[uniform(row.params.seed, len(row.output_ids)) for row in rows],
         )
+        return self._draw(draws)
 
 
 def _is_plain(row: Row) -> bool:

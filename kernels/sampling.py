@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,26 +114,27 @@ def draw(probs: torch.Tensor, uniforms: Sequence[float], *, backend: Backend | N
     return out
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: Sequence[float],
-    top_k: Sequence[int],
-    top_p: Sequence[float],
-    min_p: Sequence[float],
-    uniforms: Sequence[float],
-    *,
-    backend: Backend | None = None,
-) -> list[int]:
-    """Divides by the temperatures (above 0), filters as `filter_logits`, draws as `draw`: B token ids.
+class Draws(NamedTuple):
+    """How B rows are drawn; a sequence has an entry a row. `filter_logits` and `draw` say what the numbers mean."""
+
+    temperature: Sequence[float]  # above 0
+    top_k: Sequence[int]
+    top_p: Sequence[float]
+    min_p: Sequence[float]
+    uniforms: Sequence[float]
+
+
+Sample = Callable[[Draws], list[int]]
+
+
+def sample(logits: torch.Tensor, draws: Draws, *, backend: Backend | None = None) -> list[int]:
+    """Divides by the temperatures, filters as `filter_logits`, draws as `draw`: B token ids.
 
     logits: float32 or bfloat16 [B, V], V > 0, left as they are; quotients that are not finite count as the most extreme
     number, so that any parameters give a token. Implementations may differ where a sum is within float32 rounding of
     its bound. Raises ValueError for a batch size or a number outside its range.
     """
-    return prepared_sample(logits, backend=backend)(temperature, top_k, top_p, min_p, uniforms)
-
-
-Sample = Callable[[Sequence[float], Sequence[int], Sequence[float], Sequence[float], Sequence[float]], list[int]]
+    return prepared_sample(logits, backend=backend)(draws)
 
 
 def prepared_sample(logits: torch.Tensor, *, backend: Backend | None = None) -> Sample:
@@ -141,19 +142,13 @@ def prepared_sample(logits: torch.Tensor, *, backend: Backend | None = None) -> 
     _check_logits(logits)
     run: Sample = _implementation("prepared_sample", logits, backend)(logits)
 
-    def checked(
-        temperature: Sequence[float],
-        top_k: Sequence[int],
-        top_p: Sequence[float],
-        min_p: Sequence[float],
-        uniforms: Sequence[float],
-    ) -> list[int]:
-        _check_entries(logits, temperature, top_k, top_p, min_p, uniforms)
-        _check_ranges(top_k, top_p, min_p)
-        _check_uniforms(uniforms)
-        if not all(number > 0.0 for number in temperature):
-            raise ValueError(f"temperature is {list(temperature)}, expected numbers above 0")
-        return run(temperature, top_k, top_p, min_p, uniforms)
+    def checked(draws: Draws) -> list[int]:
+        _check_entries(logits, *draws)
+        _check_ranges(draws.top_k, draws.top_p, draws.min_p)
+        _check_uniforms(draws.uniforms)
+        if not all(number > 0.0 for number in draws.temperature):
+            raise ValueError(f"temperature is {list(draws.temperature)}, expected numbers above 0")
+        return run(draws)
 
     return checked
 

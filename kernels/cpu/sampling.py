@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from kernels.cpu.library import Draw, PreparedCall, dtype_code, library
 from kernels.reference import sampling as reference
-from kernels.sampling import Sample
+from kernels.sampling import Draws, Sample
 
 filter_logits = reference.filter_logits
 draw = reference.draw
@@ -36,16 +36,10 @@ def prepared_sample(logits: torch.Tensor) -> Sample:
     outputs = (scratch.data_ptr(), ctypes.addressof(token_ids), torch.get_num_threads())
     call = PreparedCall(library().sample, (*_rows_of(logits), draws, *outputs), owners=(logits, scratch))
 
-    def compute(
-        temperature: Sequence[float],
-        top_k: Sequence[int],
-        top_p: Sequence[float],
-        min_p: Sequence[float],
-        uniforms: Sequence[float],
-    ) -> list[int]:
-        gaps = [math.log(p) if p > 0.0 else -math.inf for p in min_p]
-        for row, how in enumerate(zip(temperature, top_k, top_p, gaps, uniforms, strict=True)):
-            draws[row] = Draw(*how)
+    def compute(how: Draws) -> list[int]:
+        gaps = [math.log(p) if p > 0.0 else -math.inf for p in how.min_p]
+        for row, parameters in enumerate(zip(*how._replace(min_p=gaps), strict=True)):
+            draws[row] = Draw(*parameters)
         call()
         return list(token_ids)
 

@@ -22,17 +22,11 @@ def prepared_greedy(logits: torch.Tensor) -> Callable[[], list[int]]:
 def prepared_sample(logits: torch.Tensor) -> ops.Sample:
     """What it returns gives B token ids. The steps choose their own implementations, so GPUs run this too."""
 
-    def compute(
-        temperature: Sequence[float],
-        top_k: Sequence[int],
-        top_p: Sequence[float],
-        min_p: Sequence[float],
-        uniforms: Sequence[float],
-    ) -> list[int]:
-        scaled = logits.float() / torch.tensor(temperature, dtype=torch.float32, device=logits.device)[:, None]
+    def compute(draws: ops.Draws) -> list[int]:
+        scaled = logits.float() / torch.tensor(draws.temperature, dtype=torch.float32, device=logits.device)[:, None]
         scaled.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(scaled.dtype).max, neginf=-torch.inf)
-        ops.filter_logits(scaled, top_k, top_p, min_p)
-        token_ids: list[int] = ops.draw(torch.softmax(scaled, dim=-1), uniforms).tolist()
+        ops.filter_logits(scaled, draws.top_k, draws.top_p, draws.min_p)
+        token_ids: list[int] = ops.draw(torch.softmax(scaled, dim=-1), draws.uniforms).tolist()
         return token_ids
 
     return compute

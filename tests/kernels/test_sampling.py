@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.sampling import (
+    Draws,
     add_bias,
     apply_penalties,
     ban,
@@ -100,9 +101,8 @@ def test_sample_draws_by_its_definition(
     logits = torch.tensor([row, row])
     before = logits.clone()
     with using(implementation) as backend:
-        tokens = sample(
-            logits, [temperature, 1.0], [top_k, 1], [top_p, 1.0], [min_p, 0.0], [number, 0.5], backend=backend
-        )
+        draws = Draws([temperature, 1.0], [top_k, 1], [top_p, 1.0], [min_p, 0.0], [number, 0.5])
+        tokens = sample(logits, draws, backend=backend)
         first = greedy(logits, backend=backend)
     assert torch.equal(logits, before)
     assert tokens[1] == first[0] == max(range(VOCAB), key=lambda token: (row[token], -token))
@@ -118,10 +118,10 @@ def test_sample_draws_by_its_definition(
 def test_sample_from_a_large_vocabulary(implementation: str, filters: tuple[int, float, float], spread: float) -> None:
     logits = torch.randn(8, 49_151, generator=torch.Generator().manual_seed(1)) * spread
     numbers = [0.0, 0.1, 0.37, 0.5, 0.77, 0.9, 0.999, 1 - 2**-53]
-    top_k, top_p, min_p = [filters[0]] * 8, [filters[1]] * 8, [filters[2]] * 8
-    expected = sample(logits, [0.8] * 8, top_k, top_p, min_p, numbers, backend="reference")
+    draws = Draws([0.8] * 8, [filters[0]] * 8, [filters[1]] * 8, [filters[2]] * 8, numbers)
+    expected = sample(logits, draws, backend="reference")
     with using(implementation) as backend:
-        actual = sample(logits, [0.8] * 8, top_k, top_p, min_p, numbers, backend=backend)
+        actual = sample(logits, draws, backend=backend)
     # A sum of tens of thousands of nearly equal probabilities may round to its neighbour's side.
     assert np.abs(np.subtract(actual, expected)).max() <= (2 if spread < 1 else 0)
 
@@ -131,9 +131,10 @@ def test_bfloat16_is_drawn_from_as_its_float32(implementation: str) -> None:
     logits = torch.randn(8, 1003, generator=torch.Generator().manual_seed(2)).bfloat16()  # with many ties
     logits[0] = -math.inf
     logits[1] = math.nan
-    how = [0.8] * 8, [0, 0, 0, 7, 0, 50, 1, 0], [1.0, 1.0, 0.9] * 2 + [1.0, 1.0], [0.0] * 7 + [0.1], [0.3] * 8
+    top_k, top_p, min_p = [0, 0, 0, 7, 0, 50, 1, 0], [1.0, 1.0, 0.9] * 2 + [1.0, 1.0], [0.0] * 7 + [0.1]
+    draws = Draws([0.8] * 8, top_k, top_p, min_p, [0.3] * 8)
     with using(implementation) as backend:
-        assert sample(logits, *how, backend=backend) == sample(logits.float(), *how, backend=backend)
+        assert sample(logits, draws, backend=backend) == sample(logits.float(), draws, backend=backend)
         assert greedy(logits, backend=backend) == greedy(logits.float(), backend=backend)
 
 
@@ -145,7 +146,7 @@ def test_what_is_prepared_looks_at_what_the_memory_then_holds(implementation: st
         for favourite in (0, 1002, 17):
             logits.zero_()[0, favourite] = 100.0
             assert choose() == [favourite, 0]
-            assert draw_from([1.0, 1.0], [0, 1], [1.0, 1.0], [0.0, 0.0], [0.9, 0.9]) == [favourite, 0]
+            assert draw_from(Draws([1.0, 1.0], [0, 1], [1.0, 1.0], [0.0, 0.0], [0.9, 0.9])) == [favourite, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -159,7 +160,7 @@ def test_sample_survives_extreme_parameters(implementation: str) -> None:
     """Logits that the temperature makes infinite, infinite ones, and ones that are no numbers."""
     logits = torch.tensor([[1.0, 3e38, -3e38], [1.0, math.inf, 2.0], [math.nan, 1.0, -math.inf]])
     with using(implementation) as backend:
-        tokens = sample(logits, [1e-5] * 3, [0, 0, 2], [1.0, 0.5, 0.9], [0.0] * 3, [0.9] * 3, backend=backend)
+        tokens = sample(logits, Draws([1e-5] * 3, [0, 0, 2], [1.0, 0.5, 0.9], [0.0] * 3, [0.9] * 3), backend=backend)
     assert tokens == [1, 1, 1]
 
 
