@@ -52,26 +52,30 @@ def packed_file(model_dir: Path, config: ModelConfig, quantization: str, in_pane
     """
     method = config.quantization.method if config.quantization else quantization
     if method != "none":
-        return _made(model_dir, f"{method}-{QUANTIZER_VERSION}", partial(_write_quantised, config, quantization))
+        return _made(model_dir, method, QUANTIZER_VERSION, partial(_write_quantised, config, quantization))
     if not in_panels or not _Checkpoint(model_dir).bfloat16_matrices(config.tie_word_embeddings):
         return None
     try:
-        return _made(model_dir, f"panels-{_PANELS_VERSION}", partial(_write_panels, config.tie_word_embeddings))
+        return _made(model_dir, "panels", _PANELS_VERSION, partial(_write_panels, config.tie_word_embeddings))
     except CheckpointError as error:
         _log.warning("%s. Each pod keeps its own copy in memory instead.", error)
         return None
 
 
-def _made(model_dir: Path, kind: str, write: Callable[[_Checkpoint, Path], None]) -> Path:
-    """The file of `kind`, written by `write` unless it is there. Raises CheckpointError."""
-    key = f"{model_name(model_dir)}-{weights_revision(model_dir)}-{kind}"
-    target = cache_dir().parent / "packed" / f"{key}.safetensors"
+def _made(model_dir: Path, kind: str, version: int, write: Callable[[_Checkpoint, Path], None]) -> Path:
+    """The file of `kind`, written in place of earlier versions unless it is there. Raises CheckpointError."""
+    stem = f"{model_name(model_dir)}-{weights_revision(model_dir)}-{kind}"
+    key = f"{stem}-{version}"
+    folder = cache_dir().parent / "packed"
+    target = folder / f"{key}.safetensors"
     try:
         if not _is_whole(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             with locked(target.with_name(f".{key}.lock")):
                 if not _is_whole(target):  # another process may have made it while we waited
                     _make(model_dir, target, write)
+                    for earlier in range(version):  # pods that have mapped one keep it
+                        (folder / f"{stem}-{earlier}.safetensors").unlink(missing_ok=True)
     except OSError as error:
         message = f"cannot write the packed weights of {model_dir} to {target}: {error}; {CACHE_HINT}"
         raise CheckpointError(message) from error

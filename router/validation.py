@@ -167,7 +167,7 @@ def resolve(
     rng: Random,
 ) -> ResolvedRequest:
     """`max_model_len` is what the pods serve; `rng` draws a seed if the request has none. Raises InvalidRequest."""
-    max_tokens, min_tokens = _output_bounds(request, len(prompt_ids), max_model_len)
+    max_tokens, min_tokens = _output_bounds(request, len(prompt_ids), model, max_model_len)
     user_stop_ids = frozenset(request.sampling.stop_token_ids)
     return ResolvedRequest(
         client_request_id=request.request_id,
@@ -180,16 +180,21 @@ def resolve(
     )
 
 
-def _output_bounds(request: inference_pb2.GenerateRequest, num_prompt: int, max_model_len: int) -> tuple[int, int]:
+def _output_bounds(
+    request: inference_pb2.GenerateRequest, num_prompt: int, model: ServedModel, max_model_len: int
+) -> tuple[int, int]:
     """max_tokens and min_tokens, within the room that the prompt leaves."""
     field, sampling = request.WhichOneof("prompt") or "prompt", request.sampling
     if num_prompt == 0:
         raise InvalidRequest(f"{field}: the prompt has no tokens, at least 1 is needed", field=field)
     room = max_model_len - num_prompt
+    length = f"context length {max_model_len}"
+    if max_model_len < model.max_model_len:
+        length += f", all that a decode pod's KV memory holds of the model's {model.max_model_len}"
     if room < 1:
-        limit = f"at most {max_model_len - 1} are allowed (context length {max_model_len}, 1 token for the answer)"
+        limit = f"at most {max_model_len - 1} are allowed ({length}; 1 token is for the answer)"
         raise InvalidRequest(f"{field}: the prompt has {num_prompt} tokens, {limit}", field=field)
-    left = f"the prompt's {num_prompt} tokens leave room for {room} of {max_model_len}"
+    left = f"the prompt's {num_prompt} tokens leave room for {room} ({length})"
     if sampling.HasField("max_tokens") and sampling.max_tokens > room:
         raise invalid("sampling.max_tokens", sampling.max_tokens, left)
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else room

@@ -14,6 +14,7 @@ import torch
 
 from engine import packed_file
 from engine.checkpoint import CheckpointError, cache_dir, estimate_memory_bytes, model_info, resolve_model
+from engine.quantization import QUANTIZER_VERSION
 from engine.quantize import half_scales, quantize_int4, quantize_int8
 from engine.shard import Shard
 from kernels.decoder import MlpWeights
@@ -185,6 +186,16 @@ def test_a_file_that_was_cut_short_is_made_anew(num_bytes: int, tmp_path: Path) 
     file.write_bytes(content[:num_bytes])
     assert torch.equal(values_of(load(tmp_path / "m", "int4").head), whole)
     assert file.read_bytes() == content
+
+
+def test_a_new_version_takes_the_place_of_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "m")
+    load(tmp_path / "m", "int4")
+    (earlier,) = (cache_dir().parent / "packed").glob("*.safetensors")
+    monkeypatch.setattr(packed_file, "QUANTIZER_VERSION", QUANTIZER_VERSION + 1)
+    load(tmp_path / "m", "int4")
+    (file,) = (cache_dir().parent / "packed").glob("*.safetensors")
+    assert file.name > earlier.name
 
 
 def test_two_processes_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
