@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import uvloop
@@ -30,22 +29,13 @@ async def serve(settings: GatewaySettings) -> None:
         await server.stop()
 
 
-def _reason(error: OSError) -> str:
-    """Without the details that Python adds; name resolution has error numbers of its own."""
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
-
-
 def main() -> int:
     try:
         settings = GatewaySettings.load()
         configure_logging("gateway", settings.log_level)
         uvloop.run(serve(settings))
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(f"gateway: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        print(f"gateway: cannot listen on {where}: {_reason(error)}; choose another --host or --port", file=sys.stderr)
         return 2
     return 0
 

@@ -17,7 +17,7 @@ from gateway.generation import CHAT, COMPLETIONS, Generation
 from gateway.metrics import Metrics
 from proto.errors import PdserveError
 from proto.inference_pb2 import Ledger, Model
-from router.client import RouterClient
+from router.client import Client
 
 LATEST = "latest"  # in place of a request id: the most recent request
 _ID_PREFIXES = (CHAT.shape.id_prefix, COMPLETIONS.shape.id_prefix)
@@ -25,7 +25,7 @@ _ID_PREFIXES = (CHAT.shape.id_prefix, COMPLETIONS.shape.id_prefix)
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def build_app(router: RouterClient, metrics: Metrics, *, max_body_bytes: int) -> Starlette:
+def build_app(router: Client, metrics: Metrics, *, max_body_bytes: int) -> Starlette:
     """The app. It owns none of its arguments."""
     pages = Pages(router, metrics)
     chat = Generation(CHAT, router, metrics, max_body_bytes=max_body_bytes)
@@ -54,7 +54,7 @@ def build_app(router: RouterClient, metrics: Metrics, *, max_body_bytes: int) ->
 class Pages:
     """The small endpoints; all answer GET and HEAD."""
 
-    def __init__(self, router: RouterClient, metrics: Metrics) -> None:
+    def __init__(self, router: Client, metrics: Metrics) -> None:
         self._router = router
         self._metrics = metrics
 

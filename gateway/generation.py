@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic
 
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
@@ -27,18 +27,13 @@ from gateway.metrics import Metrics
 from gateway.plan import Plan, plan_chat, plan_completion
 from gateway.requests import ChatBody, CompletionBody
 from proto.errors import InternalError, PdserveError
-from proto.inference_pb2 import GenerateRequest, GenerateResponse
+from proto.inference_pb2 import GenerateResponse
+from router.client import Client
 
 log = logging.getLogger(__name__)
 
 STOPPING = ApiError(503, "the gateway is stopping", code="stopping", headers={"retry-after": "1"})
 MAX_REQUEST_ID = 256  # characters of X-Request-ID
-
-
-class Router(Protocol):
-    """What is used of router.client here."""
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,7 @@ class Generation(Generic[B]):
     def __init__(
         self,
         endpoint: Endpoint[B],
-        router: Router,
+        router: Client,
         metrics: Metrics,
         *,
         max_body_bytes: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
@@ -15,9 +16,18 @@ CANCEL_S = 1.0  # for what a stop cancels to tell its clients
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises OSError."""
+    """A listening socket; port 0 takes a free one. Raises OSError, whose text is one line for a person."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = _reason(error)
+        raise OSError(f"cannot listen on {host}:{port}: {reason}; choose another host or port") from None
+
+
+def _reason(error: OSError) -> str:
+    """Without the details that Python adds; name resolution has error numbers of its own."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
 
 
 def _address(listener: socket.socket) -> str:

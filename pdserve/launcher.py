@@ -13,7 +13,7 @@ from pdserve import signals
 from pdserve.console import Reporter
 from pdserve.process import CONFIG_ERROR, INTERRUPTED, Process, ProcessFailed, StartFailed
 from pdserve.readiness import router_sees
-from pdserve.stack import ROUTER, Plan, process_specs
+from pdserve.stack import Plan, process_specs
 from pdserve.supervisor import Supervisor
 from proto.errors import PdserveError
 
@@ -35,7 +35,9 @@ class Stack:
         settings = self.plan.settings
         try:
             await self.supervisor.start()
-            seen = router_sees(self.ready_fields(ROUTER)["metrics"], settings.num_prefill, settings.decode)
+            seen = router_sees(
+                self.ready_fields(self.plan.router_process)["metrics"], settings.num_prefill, settings.decode
+            )
             await asyncio.wait_for(seen, settings.start_timeout_s)
         except ProcessFailed as error:
             raise explain_failure(error, self.log_dir) from None

@@ -56,6 +56,9 @@ class StackSettings(Settings):
         None, ge=1, description="threads of each pod; unset: the cores divided among the pods"
     )
     pin: bool = Field(True, description="give each pod cores of its own where there are enough")
+    front: Literal["together", "apart"] = Field(
+        "together", description="router and gateway in one process, which saves a hop a token, or in two"
+    )
     host: str = Field("127.0.0.1", description="address the router and the gateway listen on")
     port: Port = Field(HTTP_PORT, description="OpenAI HTTP; 0: a free port")
     router_port: Port = Field(ROUTER_PORT, description="router gRPC; 0: a free port")

@@ -11,14 +11,14 @@ from pdserve.process import ProcessSpec
 from pdserve.settings import StackSettings
 from pod.cores import format_cores
 
-REGISTRY, ROUTER, GATEWAY = "registry", "router", "gateway"
+REGISTRY, ROUTER, GATEWAY, FRONT = "registry", "router", "gateway", "router+gateway"
 READY = "READY "
 
 # All but the registry load side by side. The stop follows a request's way, so that nobody loses a peer it still needs.
 REGISTRY_STARTS, REST_STARTS = 0, 1
 GATEWAY_STOPS, ROUTER_STOPS, PODS_STOP, REGISTRY_STOPS = 0, 1, 2, 3
 
-FRONT_GRACE_S = 5.0
+STOP_GRACE_S = 5.0
 KILL_MARGIN_S = 3.0  # past a process's own drain timeout
 
 # No process of a stack may reach out to a model hub; the router's tokeniser and torch share cores with the pods. gRPC's
@@ -55,6 +55,11 @@ class Plan:
         return f"{self.settings.host}:{self.port}"
 
     @property
+    def router_process(self) -> str:
+        """The name of the process that the router is in."""
+        return FRONT if self.settings.front == "together" else ROUTER
+
+    @property
     def router_address(self) -> str:
         return f"{self.settings.host}:{self.router_port}"
 
@@ -77,7 +82,8 @@ def process_specs(plan: Plan) -> list[ProcessSpec]:
     num_prefill = plan.settings.num_prefill
     prefill = [_pod(plan, "prefill", i, cores) for i, cores in enumerate(plan.pod_cores[:num_prefill])]
     decode = [_pod(plan, "decode", i, cores) for i, cores in enumerate(plan.pod_cores[num_prefill:])]
-    return [*registry, *prefill, *decode, _router(plan), _gateway(plan)]
+    front = [_together(plan)] if plan.settings.front == "together" else [_router(plan), _gateway(plan)]
+    return [*registry, *prefill, *decode, *front]
 
 
 def _registry(plan: Plan, binary: Path) -> ProcessSpec:
@@ -91,7 +97,7 @@ def _registry(plan: Plan, binary: Path) -> ProcessSpec:
         start_stage=REGISTRY_STARTS,
         stop_stage=REGISTRY_STOPS,
         ready_marker="Ready to accept connections",
-        stop_grace_s=FRONT_GRACE_S,
+        stop_grace_s=STOP_GRACE_S,
     )
 
 
@@ -133,8 +139,24 @@ def _pod(plan: Plan, role: str, index: int, cores: str) -> ProcessSpec:
 
 
 def _router(plan: Plan) -> ProcessSpec:
+    return _front(ROUTER, _python(plan, "router", _router_flags(plan)), ROUTER_STOPS, STOP_GRACE_S)
+
+
+def _gateway(plan: Plan) -> ProcessSpec:
+    flags = _gateway_flags(plan) | {"router": plan.router_address}
+    return _front(GATEWAY, _python(plan, "gateway", flags), GATEWAY_STOPS, _gateway_grace_s(plan))
+
+
+def _together(plan: Plan) -> ProcessSpec:
+    """Both in one process, which stops the gateway before the router."""
+    flags = {f"router.{name}": value for name, value in _router_flags(plan).items()}
+    flags |= {f"gateway.{name}": value for name, value in _gateway_flags(plan).items()}
+    return _front(FRONT, _python(plan, "gateway.front", flags), GATEWAY_STOPS, _gateway_grace_s(plan) + STOP_GRACE_S)
+
+
+def _router_flags(plan: Plan) -> dict[str, object]:
     settings = plan.settings
-    flags = {
+    return {
         "host": settings.host,
         "port": plan.router_port,
         "cluster": settings.cluster,
@@ -143,19 +165,20 @@ def _router(plan: Plan) -> ProcessSpec:
         "served-model-name": settings.served_model_name or None,
         "log-level": settings.log_level,
     }
-    return _front(ROUTER, _python(plan, "router", flags), ROUTER_STOPS, FRONT_GRACE_S)
 
 
-def _gateway(plan: Plan) -> ProcessSpec:
+def _gateway_flags(plan: Plan) -> dict[str, object]:
     settings = plan.settings
-    flags = {
+    return {
         "host": settings.host,
         "port": plan.port,
-        "router": plan.router_address,
         "drain-timeout-s": settings.drain_timeout_s,
         "log-level": settings.log_level,
     }
-    return _front(GATEWAY, _python(plan, "gateway", flags), GATEWAY_STOPS, settings.drain_timeout_s + KILL_MARGIN_S)
+
+
+def _gateway_grace_s(plan: Plan) -> float:
+    return plan.settings.drain_timeout_s + KILL_MARGIN_S
 
 
 def _front(name: str, command: tuple[str, ...], stop_stage: int, stop_grace_s: float) -> ProcessSpec:

@@ -13,7 +13,6 @@ from pdserve.launcher import Stack, run_directory, run_stack
 from pdserve.prepare import prepare
 from pdserve.process import INTERRUPTED
 from pdserve.settings import UpSettings
-from pdserve.stack import ROUTER
 
 
 def main(settings: UpSettings) -> int:
@@ -35,7 +34,7 @@ def endpoints(stack: Stack) -> Table:
     plan = stack.plan
     grid = Table.grid(padding=(0, 2))
     grid.add_row("OpenAI HTTP", f"http://{plan.http_address}/v1")
-    grid.add_row("router gRPC", f"{plan.router_address}  {_metrics(stack.ready_fields(ROUTER))}")
+    grid.add_row("router gRPC", f"{plan.router_address}  {_metrics(stack.ready_fields(plan.router_process))}")
     for process in stack.supervisor.processes:
         if "role" in process.ready_fields:
             grid.add_row(process.spec.name, f"{process.ready_fields['address']}  {_metrics(process.ready_fields)}")

@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = ("pdserve", "router", "gateway", "prefill_service", "decode_service")
 LOADED_LATER = (
+    "gateway.front",
     "pdserve.demo",
     "pdserve.doctor",
     "pdserve.explain",

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import grpc.aio
 
 from proto import common_pb2, inference_pb2, inference_pb2_grpc
-from proto.errors import from_rpc
-from proto.service import channel
+from proto.errors import InvalidRequest, from_rpc
+from proto.service import MAX_MESSAGE_BYTES, channel
 
 STATUS_S = 2.0
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
+
+
+class Client(Protocol):
+    """What gateways ask of a router, wherever it runs. Each call raises what `RouterClient`'s does."""
+
+    def generate(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]: ...
+    async def list_models(self) -> list[inference_pb2.Model]: ...
+    async def why_not_serving(self) -> str | None: ...
+    async def timeline(self, request_id: str = "") -> inference_pb2.Ledger: ...
+
+
+def check_size(request: inference_pb2.GenerateRequest) -> None:
+    """Raises InvalidRequest for a request that no message can carry, to a router or from there to a pod."""
+    if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
+        raise InvalidRequest(f"the request has {size} bytes: must be at most {MAX_REQUEST_BYTES}")
 
 
 class RouterClient:

@@ -16,14 +16,12 @@ from collections.abc import AsyncGenerator, Iterator
 import grpc.aio
 
 from proto import common_pb2, inference_pb2, inference_pb2_grpc
-from proto.errors import TRAILER, Cancelled, InvalidRequest, PdserveError, PodUnavailable, from_info, from_rpc
-from proto.service import MAX_MESSAGE_BYTES
-from router.client import RouterClient
+from proto.errors import TRAILER, Cancelled, PdserveError, PodUnavailable, from_info, from_rpc
+from router.client import RouterClient, check_size
 from router.mailbox import Mailbox
 
 MAX_UNREAD = 32  # responses: some 100 times what a client that keeps up has
 PACKED_BYTES = 4 << 20  # requests of more are sent one by one
-MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +38,7 @@ class GatewayClient(RouterClient):
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """As RouterClient.generate. Raises InvalidRequest for a request that no message can carry."""
-        if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
-            raise InvalidRequest(f"the request has {size} bytes: must be at most {MAX_REQUEST_BYTES}")
+        check_size(request)
         stream = self._usable_stream()
         call_id, responses = stream.start(request, timeout_s)
         is_finished = False

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator
 from random import Random
 
 from proto import inference_pb2, inference_pb2_grpc
-from proto.errors import NotFound, PdserveError, abort
+from proto.errors import PdserveError, abort
 from proto.metrics_server import MetricsServer
 from proto.service import Server
 from router.cluster import Cluster
 from router.gateway_stream import Context, GatewayStream, serve
+from router.inference import Inference
 from router.mailbox import Mailbox
 from router.metrics import RouterMetrics
 from router.model import load_model
-from router.request import Request, Services
-from router.requests import MAX_TIMELINES, RequestTable, Sink
+from router.request import Services
+from router.requests import RequestTable
 from router.settings import RouterSettings
 from router.tokenizer import load_tokenizer
 
@@ -26,15 +26,9 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, services: Services, requests: RequestTable) -> None:
-        self._services = services
-        self._requests = requests
-        self._created = int(time.time())
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
         self._streams: set[GatewayStream] = set()
-        self._draining = False
-
-    def _start(self, message: inference_pb2.GenerateRequest, timeout_s: float | None, sink: Sink) -> asyncio.Task[None]:
-        return self._requests.start(Request(self._services, uuid.uuid4().hex, message, timeout_s), sink)
 
     async def Generate(  # type: ignore[override]  # the stub knows generators only
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -44,7 +38,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         The request runs in a task of its own: to cancel a write that is under way would break the call's status.
         """
         responses = Mailbox[inference_pb2.GenerateResponse]()
-        task = self._start(request, context.time_remaining(), responses)
+        task = self._inference.start(request, context.time_remaining(), responses)
         try:
             while (response := await responses.next()) is not None:
                 await context.write(response)
@@ -56,8 +50,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GenerateMany(  # type: ignore[override]  # likewise
         self, requests: AsyncIterator[inference_pb2.GenerateManyRequest], context: Context
     ) -> None:
-        stream = GatewayStream(self._start)
-        if self._draining:
+        stream = GatewayStream(self._inference.start)
+        if self._inference.draining:
             stream.drain()
         self._streams.add(stream)
         try:
@@ -67,33 +61,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def drain(self) -> None:
         """Gateways are to start nothing more here; gRPC's own stop refuses new calls, and new streams with them."""
-        self._draining = True
         for stream in self._streams:
             stream.drain()
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
-        return inference_pb2.AbortResponse(found=self._requests.abort(request.request_id))
+        return inference_pb2.AbortResponse(found=self._inference.abort(request.request_id))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        model = self._services.model
-        max_model_len = self._services.cluster.max_model_len(model)
-        served = inference_pb2.Model(id=model.name, max_model_len=max_model_len, created=self._created)
-        return inference_pb2.ListModelsResponse(models=[served])
+        return inference_pb2.ListModelsResponse(models=self._inference.models())
 
     async def GetTimeline(self, request: inference_pb2.GetTimelineRequest, context: Context) -> inference_pb2.Ledger:
-        ledger = self._requests.timeline(request.request_id)
-        if ledger is None:
-            wanted = f"request_id = {request.request_id!r}" if request.request_id else "request_id = ''"
-            known = f"must be the server's id of one of the last {MAX_TIMELINES} requests that have ended"
-            await abort(context, NotFound(f"{wanted}: {known}", field="request_id"))
-        return ledger
+        try:
+            return self._inference.timeline(request.request_id)
+        except PdserveError as error:
+            await abort(context, error)
 
     async def GetStatus(
         self, request: inference_pb2.GetStatusRequest, context: Context
     ) -> inference_pb2.GetStatusResponse:
-        reason = self._services.cluster.why_not_serving(self._services.model)
+        reason = self._inference.why_not_serving()
         return inference_pb2.GetStatusResponse(serving=reason is None, reason=reason or "")
 
 
@@ -122,7 +110,8 @@ class Router:
             queue_wait_s=settings.queue_wait_s,
             resume_wait_s=settings.resume_wait_s,
         )
-        self._service = InferenceService(self.services, self.requests)
+        self.inference = Inference(self.services, self.requests)
+        self._service = InferenceService(self.inference)
         self._server = Server([SERVICE_NAME])
         self._pods_changed = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
@@ -149,6 +138,7 @@ class Router:
         if self._health is not None:
             self._health.cancel()
             await asyncio.wait([self._health])
+        self.inference.draining = True
         self._service.drain()
         await self._server.stop(self._settings.stop_grace_s)
         await self.requests.ended()
@@ -162,4 +152,4 @@ class Router:
         while True:
             await self._pods_changed.wait()
             self._pods_changed.clear()
-            await self._server.set_serving(self.cluster.why_not_serving(self.services.model) is None)
+            await self._server.set_serving(self.inference.why_not_serving() is None)

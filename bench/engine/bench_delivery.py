@@ -3,15 +3,16 @@
     python -m bench.engine.bench_delivery [--steps 150] [--rounds 5] [--json FILE]
 
 A colocated stack on the fake engine, whose step sleeps for 20 ms, so that what the processes take between two steps is
-the delivery: the pod's loop, router, gateway, and the client, which is this program; beside them the registry and what
-the fake engine computes on its thread. By /proc/PID/task/*/schedstat, a step, in milliseconds.
+the delivery: the pod's loop, router and gateway, and the client, which is this program; beside them the registry and
+what the fake engine computes on its thread. By /proc/PID/task/*/schedstat, a step, in milliseconds. Two such stacks
+take turns: router and gateway in one process (`together`, the default of `up`) and in two (`apart`).
 
-In the same round a bare grpc.aio stream carries a message every 20 ms: the floor of a hop. There are two, from the pod
-to the router and from there to the gateway; the third is HTTP, where each stream's token is a write of its own.
+In the same round a bare grpc.aio stream carries a message every 20 ms: the floor of a hop. Apart there are two, from
+the pod to the router and from there to the gateway; the last is HTTP, where each stream's token is a write of its own.
 
-- delivery_hops_1, delivery_hops_16: pod's loop, router and gateway at 1 and 16 streams, in floors of a hop: 2 if all
-  that they do beside passing on a message took nothing.
+- delivery_hops_1, delivery_hops_16: pod's loop, router and gateway together at 1 and 16 streams, in floors of a hop.
 - delivery_ms_1, delivery_ms_16: the same with the client, in milliseconds.
+- together_by_apart_1, together_by_apart_16: the same by what it is apart.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -44,19 +45,31 @@ STREAMS = (1, 16)
 STEP_S = 0.02
 WARM_UP = 10  # tokens of each stream
 PATIENCE = 10  # times the time that a measurement should take
+TOGETHER, APART = "together", "apart"
 POD, ENGINE, CLIENT = "pod", "engine", "client"
-# process -> how its command line tells it
-PROCESSES = {POD: "decode_service", "router": "router", "gateway": "gateway", "registry": "valkey"}
-OURS = (POD, "router", "gateway")
-_GOALS = (
-    Goal(name="delivery_hops_1", needs=(("1", "ours"), ("echo", "hop")), value=ratio, op="<=", threshold=2.75),
-    Goal(name="delivery_hops_16", needs=(("16", "ours"), ("echo", "hop")), value=ratio, op="<=", threshold=5.5),
-    Goal(name="delivery_ms_1", needs=(("1", "all"),), value=float, op="<="),
-    Goal(name="delivery_ms_16", needs=(("16", "all"),), value=float, op="<="),
-)
+# process -> how its command line tells it; the first that fits
+PROCESSES = {
+    POD: "decode_service",
+    "front": "gateway.front",
+    "router": "router",
+    "gateway": "gateway",
+    "registry": "valkey",
+}
+OURS = (POD, "front", "router", "gateway")
 
 
-def stack(run_dir: Path) -> ServerSpec:
+def _goals(streams: int, hops: float) -> tuple[Goal, ...]:
+    """`hops`: how many floors of a hop the way to the client may take."""
+    together, apart = f"{streams} {TOGETHER}", f"{streams} {APART}"
+    hop = ("echo", "hop")
+    return (
+        Goal(name=f"delivery_hops_{streams}", needs=((together, "ours"), hop), value=ratio, op="<=", threshold=hops),
+        Goal(name=f"delivery_ms_{streams}", needs=((together, "all"),), value=float, op="<="),
+        Goal(name=f"together_by_apart_{streams}", needs=((together, "all"), (apart, "all")), value=ratio, op="<="),
+    )
+
+
+def stack(front: str, run_dir: Path) -> ServerSpec:
     port = free_port()
     options: dict[str, object] = {
         "engine": "fake",
@@ -64,13 +77,14 @@ def stack(run_dir: Path) -> ServerSpec:
         "port": port,
         "router-port": 0,
         "kv-memory": 16 << 20,
-        "run-dir": run_dir / "stack",
+        "run-dir": run_dir / front,
+        "front": front,
         "log-level": "warning",
     }
     command = python("pdserve", "up", *flags(options), "--colocated")
-    up = Program(name="up", command=command, port=port, env={"PDSERVE_FAKE_STEP_S": str(STEP_S)})
+    up = Program(name=front, command=command, port=port, env={"PDSERVE_FAKE_STEP_S": str(STEP_S)})
     return ServerSpec(
-        name="stack", programs=(up,), start_timeout_s=60.0, kv_pool_bytes=lambda _: 16 << 20, freezable=False
+        name=front, programs=(up,), start_timeout_s=60.0, kv_pool_bytes=lambda _: 16 << 20, freezable=False
     )
 
 
@@ -123,7 +137,7 @@ async def measure(server: Server, pids: Mapping[str, int], streams: int, steps: 
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
     cost = {name: ms / (last - first) for name, ms in costs(pids, before, after).items()}
-    ours = sum(cost[name] for name in OURS)
+    ours = sum(cost[name] for name in OURS if name in cost)
     return {**cost, "ours": ours, "all": ours + cost[CLIENT]}
 
 
@@ -157,22 +171,30 @@ async def _echo(*arguments: str) -> asyncio.subprocess.Process:
     )
 
 
-async def run(steps: int, num_rounds: int, log_dir: Path) -> list[Round]:
-    server = Server(stack(log_dir), log_dir)
+@asynccontextmanager
+async def running(front: str, log_dir: Path) -> AsyncIterator[tuple[Server, dict[str, int]]]:
+    """A stack, and its processes' ids with this one's."""
+    server = Server(stack(front, log_dir), log_dir)
     await server.start()
     try:
         pids = {name: p.pid for p in server.processes if (name := name_of(p.cmdline())) is not None}
-        pids[CLIENT] = psutil.Process().pid
-        return [await _round(server, pids, steps) for _ in range(num_rounds)]
+        yield server, {**pids, CLIENT: psutil.Process().pid}
     finally:
         await server.stop()
 
 
-async def _round(server: Server, pids: Mapping[str, int], steps: int) -> Round:
+async def run(steps: int, num_rounds: int, log_dir: Path) -> list[Round]:
+    async with running(TOGETHER, log_dir) as together, running(APART, log_dir) as apart:
+        stacks = {TOGETHER: together, APART: apart}
+        return [await _round(stacks, steps) for _ in range(num_rounds)]
+
+
+async def _round(stacks: Mapping[str, tuple[Server, Mapping[str, int]]], steps: int) -> Round:
     measured = {("echo", "hop"): await echo(steps)}
     for streams in STREAMS:
-        cost = await measure(server, pids, streams, steps)
-        measured |= {(str(streams), name): ms for name, ms in cost.items()}
+        for front, (server, pids) in stacks.items():
+            cost = await measure(server, pids, streams, steps)
+            measured |= {(f"{streams} {front}", name): ms for name, ms in cost.items()}
     return measured
 
 
@@ -192,7 +214,7 @@ def main() -> int:
         values = [each[key] for each in rounds]
         print(f"{' '.join(key)}: {statistics.median(values):.2f} ms a step (least {min(values):.2f})")
     table = [{" ".join(key): value for key, value in each.items()} for each in rounds]
-    report(evaluate(_GOALS, rounds, {}), arguments.json, rounds=table)
+    report(evaluate([*_goals(1, hops=2.75), *_goals(16, hops=5.5)], rounds, {}), arguments.json, rounds=table)
     return 0
 
 

@@ -16,6 +16,7 @@ from bench.engine.bench_delivery import costs, name_of, thread_ms
         (("python", "-m", "decode_service", "--port", "0"), "pod"),
         (("python", "-m", "router", "--model", "fake"), "router"),
         (("python", "-m", "gateway", "--router", "127.0.0.1:1"), "gateway"),
+        (("python", "-m", "gateway.front", "--router.model", "fake"), "front"),
         (("/somewhere/valkey-server", "--port", "0"), "registry"),
         (("python", "-m", "pdserve", "up"), None),
     ],

@@ -73,7 +73,7 @@ async def test_a_taken_port_is_one_clear_line() -> None:
         code, said = await refusal("--port", str(port))
     assert code == 2
     where = f"127.0.0.1:{port}"
-    assert said == f"gateway: cannot listen on {where}: Address already in use; choose another --host or --port\n"
+    assert said == f"gateway: cannot listen on {where}: Address already in use; choose another host or port\n"
 
 
 async def test_an_unknown_host_is_one_clear_line() -> None:

@@ -22,6 +22,7 @@ from proto.errors import (
     from_rpc,
 )
 from proto.service import channel
+from router import client as router_client
 from router import gateway_client
 from router.client import RouterClient
 from router.gateway_client import MAX_UNREAD, GatewayClient
@@ -320,7 +321,7 @@ async def test_large_requests_are_packed_apart_and_too_large_ones_refused(
         outcomes = await asyncio.gather(*(collect(client, request) for request in requests))
         assert {outcome.text for outcome in outcomes} == {"Hello world"}
         assert Counter(len(request.text) for request in scripted.requests) == Counter(sizes)
-        monkeypatch.setattr(gateway_client, "MAX_REQUEST_BYTES", 2000)
+        monkeypatch.setattr(router_client, "MAX_REQUEST_BYTES", 2000)
         error = await failure(client, requests[3])
         assert isinstance(error, InvalidRequest)
         assert "must be at most 2000" in error.message
