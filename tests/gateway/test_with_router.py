@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -17,11 +18,14 @@ from gateway.app import build_app
 from gateway.metrics import Metrics
 from gateway.server import HttpServer, bind
 from router.gateway_client import GatewayClient
+from router.local_client import LocalClient
 from router.server import Router
 from router.settings import RouterSettings
 from tests.gateway.test_disconnect import LIMIT_S, RawClient
 from tests.support.cluster import Cluster, assert_idle, running_cluster
 from tests.support.polling import until
+
+TOGETHER, APART = "together", "apart"
 
 
 @pytest.fixture
@@ -48,9 +52,11 @@ async def router(cluster: Cluster) -> AsyncIterator[Router]:
     await router.stop()
 
 
-@pytest.fixture
-async def server(router: Router) -> AsyncIterator[HttpServer]:
-    async with GatewayClient(router.address) as client:
+@asynccontextmanager
+async def gateway_of(router: Router, how: str) -> AsyncIterator[HttpServer]:
+    """`how`: whether the router could be in another process."""
+    connected = LocalClient(router.inference) if how == TOGETHER else GatewayClient(router.address)
+    async with connected as client:
         server = HttpServer(build_app(client, Metrics(), max_body_bytes=2**20), bind("127.0.0.1", 0), drain_timeout_s=0)
         await server.start()
         async with asyncio.timeout(LIMIT_S):
@@ -58,6 +64,12 @@ async def server(router: Router) -> AsyncIterator[HttpServer]:
                 await asyncio.sleep(0.01)
         yield server
         await server.stop()
+
+
+@pytest.fixture(params=[TOGETHER, APART])
+async def server(router: Router, request: pytest.FixtureRequest) -> AsyncIterator[HttpServer]:
+    async with gateway_of(router, request.param) as server:
+        yield server
 
 
 @pytest.fixture
@@ -176,6 +188,55 @@ async def test_what_the_router_refuses_names_the_clients_field(server: HttpServe
                 assert error["message"].startswith(param), (fields, error)
         response = await http.post("/v1/completions", json={"prompt": "hi", "model": "other"})
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_errors_are_the_same_together_and_apart(router: Router) -> None:
+    """To the byte, but for when to try again."""
+    others: list[dict[str, object]] = [{"prompt": "x" * 2**20}, {"model": "other"}, {"nope": 1}]
+    bodies = [{"prompt": "hi", **fields} for fields in [*(fields for fields, _ in REFUSED), *others]]
+    async with gateway_of(router, TOGETHER) as together, gateway_of(router, APART) as apart:
+        for body in bodies:
+            for stream in (False, True):
+                asked = body | {"stream": stream}
+                assert await error_of(together, asked) == await error_of(apart, asked)
+        for path in ("/v1/models", "/v1/models/nope", "/v1/requests/nope/timeline", "/health"):
+            assert await page_of(together, path) == await page_of(apart, path)
+
+
+async def error_of(server: HttpServer, body: dict[str, object]) -> tuple[int, bytes]:
+    async with httpx.AsyncClient(base_url=f"http://{server.address}", verify=False) as http:
+        response = await http.post("/v1/completions", json=body)
+    assert response.status_code >= 400, body
+    return response.status_code, response.content
+
+
+async def page_of(server: HttpServer, path: str) -> tuple[int, bytes]:
+    async with httpx.AsyncClient(base_url=f"http://{server.address}", verify=False) as http:
+        response = await http.get(path)
+    return response.status_code, response.content
+
+
+async def test_a_client_that_does_not_read_holds_up_nobody(
+    router: Router, cluster: Cluster, server: HttpServer
+) -> None:
+    """Its answer, of more bytes than sockets take, is computed to its end, and waits."""
+    slow = await RawClient.connect(server)
+    body = {"prompt": "hi", "max_tokens": 1000, "n": 4, "logprobs": 20, "ignore_eos": True}
+    slow.send("/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
+    await slow.read_until(b"data: ")
+    await until(lambda: len(router.requests) == 0)
+    for pod in cluster.pods:
+        await assert_idle(pod)
+    async with httpx.AsyncClient(base_url=f"http://{server.address}") as http:
+        assert (await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3})).status_code == 200
+    assert server.server_state.tasks, "the answer is not written yet"
+    received = bytearray()
+    async with asyncio.timeout(LIMIT_S):
+        while not received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            received += await slow.reader.read(2**20)
+    assert received.count(b'"finish_reason":"length"') == 4
+    assert b'"completion_tokens":4000' in received
+    await slow.leave()
 
 
 @pytest.mark.parametrize("fake_step_s", [0.05])

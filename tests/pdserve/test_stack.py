@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.front_settings import FrontSettings
 from gateway.settings import GatewaySettings
 from pdserve.process import ProcessSpec
 from pdserve.settings import UpSettings
@@ -17,12 +18,14 @@ from pod.settings import PodSettings
 from proto.settings import Settings
 from router.settings import RouterSettings
 
-SETTINGS: dict[str, type[Settings]] = {
+SETTINGS: dict[str, type[Settings] | type[FrontSettings]] = {
     "prefill_service": PodSettings,
     "decode_service": PodSettings,
     "router": RouterSettings,
     "gateway": GatewaySettings,
+    "gateway.front": FrontSettings,
 }
+APART = ("--front", "apart")
 
 
 def plan(
@@ -56,17 +59,19 @@ def by_name(a_plan: Plan) -> dict[str, ProcessSpec]:
 
 
 def test_default_stack() -> None:
-    assert list(by_name(plan())) == ["registry", "prefill-0", "decode-0", "router", "gateway"]
+    assert list(by_name(plan())) == ["registry", "prefill-0", "decode-0", "router+gateway"]
+    assert list(by_name(plan(*APART))) == ["registry", "prefill-0", "decode-0", "router", "gateway"]
 
 
 def test_every_process_reads_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.yaml").write_text("pod: {block_size: 32}\nrouter: {}\n")
     monkeypatch.chdir(tmp_path)
-    specs = by_name(plan("--config", "c.yaml"))
+    specs, together = by_name(plan("--config", "c.yaml", *APART)), by_name(plan("--config", "c.yaml"))
     monkeypatch.chdir("/")
     assert loaded(specs["prefill-0"]).block_size == 32
     assert loaded(specs["router"]).port == 50052
     assert str(tmp_path / "c.yaml") in specs["gateway"].command
+    assert str(tmp_path / "c.yaml") in together["router+gateway"].command
 
 
 def test_pools_are_sized_independently() -> None:
@@ -75,7 +80,7 @@ def test_pools_are_sized_independently() -> None:
 
 
 def test_colocated_has_no_prefill_pods() -> None:
-    assert list(by_name(plan("--colocated", "--prefill", "2"))) == ["registry", "decode-0", "router", "gateway"]
+    assert list(by_name(plan("--colocated", "--prefill", "2"))) == ["registry", "decode-0", "router+gateway"]
 
 
 def test_pods_accept_their_flags() -> None:
@@ -100,11 +105,15 @@ def test_decode_pods_alone_are_told_to_speculate() -> None:
 
 
 def test_router_and_gateway_accept_their_flags() -> None:
-    specs = by_name(plan("--served-model-name", "smol", "--cluster", "c"))
+    options = ("--served-model-name", "smol", "--cluster", "c", "--host", "127.0.0.2")
+    specs, together = by_name(plan(*options, *APART)), loaded(by_name(plan(*options))["router+gateway"])
     router, gateway = loaded(specs["router"]), loaded(specs["gateway"])
-    assert (router.port, router.model, router.served_model_name) == (50052, "/models/smol", "smol")
-    assert (router.registry_url, router.cluster) == ("unix:///run/pdserve/registry.sock", "c")
-    assert (gateway.port, gateway.router) == (8001, "127.0.0.1:50052")
+    assert (router.host, router.port, router.model) == ("127.0.0.2", 50052, "/models/smol")
+    assert (router.served_model_name, router.cluster) == ("smol", "c")
+    assert router.registry_url == "unix:///run/pdserve/registry.sock"
+    assert (gateway.host, gateway.port, gateway.router) == ("127.0.0.2", 8001, "127.0.0.2:50052")
+    assert together.router == router
+    assert together.gateway.model_copy(update={"router": gateway.router}) == gateway
 
 
 def test_unset_options_are_left_to_the_pod() -> None:
@@ -119,12 +128,12 @@ def test_pods_in_a_shared_registry_name_themselves() -> None:
     assert loaded(specs["decode-0"]).registry_url == "redis://127.0.0.1:7000/0"
 
 
-def test_the_stop_follows_a_requests_way_and_the_registry_starts_first() -> None:
-    specs = process_specs(plan())
+@pytest.mark.parametrize("fronts", [[{"router+gateway"}], [{"gateway"}, {"router"}]])
+def test_the_stop_follows_a_requests_way_and_the_registry_starts_first(fronts: list[set[str]]) -> None:
+    specs = process_specs(plan("--front", "together" if len(fronts) == 1 else "apart"))
     stops = itertools.groupby(sorted(specs, key=lambda s: s.stop_stage), key=lambda s: s.stop_stage)
     assert [{s.name for s in group} for _, group in stops] == [
-        {"gateway"},
-        {"router"},
+        *fronts,
         {"prefill-0", "decode-0"},
         {"registry"},
     ]
@@ -133,8 +142,14 @@ def test_the_stop_follows_a_requests_way_and_the_registry_starts_first() -> None
 
 @pytest.mark.parametrize("name", ["gateway", "decode-0"])
 def test_who_drains_is_killed_only_after_that(name: str) -> None:
-    spec = by_name(plan("--drain-timeout-s", "7"))[name]
+    spec = by_name(plan("--drain-timeout-s", "7", *APART))[name]
     assert spec.stop_grace_s > loaded(spec).drain_timeout_s == 7
+
+
+def test_together_there_is_time_for_both_to_stop() -> None:
+    together, apart = by_name(plan("--drain-timeout-s", "7")), by_name(plan("--drain-timeout-s", "7", *APART))
+    assert loaded(together["router+gateway"]).gateway.drain_timeout_s == 7
+    assert together["router+gateway"].stop_grace_s == apart["router"].stop_grace_s + apart["gateway"].stop_grace_s
 
 
 @pytest.mark.parametrize(("cores", "pods", "threads"), [(2, 1, 2), (2, 2, 1), (2, 5, 1), (16, 3, 5)])
@@ -162,4 +177,4 @@ def test_pods_get_cores_of_their_own_where_there_are_enough(
 def test_pods_are_told_their_cores_and_the_front_none() -> None:
     specs = by_name(plan("--prefill", "1", "--decode", "2", cores=("0", "1", "")))
     assert [loaded(specs[name]).cores for name in ("prefill-0", "decode-0", "decode-1")] == ["0", "1", ""]
-    assert not [name for name in ("registry", "router", "gateway") if "--cores" in specs[name].command]
+    assert not [name for name in ("registry", "router+gateway") if "--cores" in specs[name].command]

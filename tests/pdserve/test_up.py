@@ -99,10 +99,14 @@ async def gone(children: dict[str, psutil.Process]) -> bool:
     return not alive
 
 
-async def test_serves_restarts_what_dies_and_stops_in_order() -> None:
-    async with up() as launched:
+NAMES = {"decode_service": "decode-0", "valkey-server": "registry", "gateway.front": "router+gateway"}
+
+
+@pytest.mark.parametrize(("how", "front"), [("together", {"gateway.front"}), ("apart", {"router", "gateway"})])
+async def test_serves_restarts_what_dies_and_stops_in_order(how: str, front: set[str]) -> None:
+    async with up("--front", how) as launched:
         children = launched.children
-        assert set(children) == {"valkey-server", "prefill_service", "decode_service", "router", "gateway"}
+        assert set(children) == {"valkey-server", "prefill_service", "decode_service", *front}
 
         # The answer that engine/fake.py computes by hand for "AB", through both front doors.
         assert await token_ids(launched, "AB", 3) == [197, 276, 356]
@@ -115,9 +119,9 @@ async def test_serves_restarts_what_dies_and_stops_in_order() -> None:
         assert "<276>" in "".join(lines)
         assert "data: [DONE]" in lines
 
-        for victim in ("decode_service", "router", "valkey-server"):
+        for victim in ("decode_service", *front, "valkey-server"):
             children[victim].send_signal(signal.SIGKILL)
-            name = {"decode_service": "decode-0", "valkey-server": "registry"}.get(victim, victim)
+            name = NAMES.get(victim, victim)
             assert "was killed by SIGKILL; starting it again" in await launched.said(f"! {name}")
             await launched.said(f"  {name} ready after")
         assert await retried(launched) == [197, 276, 356]
@@ -129,6 +133,24 @@ async def test_serves_restarts_what_dies_and_stops_in_order() -> None:
             assert await launched.process.wait() == 0
         assert await gone(children)
         assert not os.path.exists(launched.endpoints["logs"]), "a clean stop leaves no run directory"  # noqa: ASYNC240 - a test
+
+
+async def test_a_front_killed_in_mid_answer_is_replaced_and_pods_are_free_again(tmp_path: Path) -> None:
+    file = tmp_path / "slow.yaml"
+    file.write_text("pod: {fake_step_s: 0.02}\n")
+    async with up("--config", str(file)) as launched:
+        body = {"model": "fake", "prompt": "AB", "max_tokens": 900, "stream": True, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=launched.endpoints["OpenAI HTTP"], timeout=LIMIT_S) as http:
+            async with http.stream("POST", "/completions", json=body) as answer:
+                await anext(answer.aiter_bytes())
+                launched.children["gateway.front"].kill()
+            assert "was killed by SIGKILL; starting it again" in await launched.said("! router+gateway")
+            await launched.said("  router+gateway ready after")
+        assert await retried(launched) == [197, 276, 356]
+        decode = launched.endpoints["decode-0"].split()[-1]
+        async with httpx.AsyncClient() as http, asyncio.timeout(LIMIT_S):
+            while "pdserve_sequences_running 0.0" not in (await http.get(decode)).text:  # noqa: ASYNC110 - metrics
+                await asyncio.sleep(0.05)
 
 
 async def retried(launched: Launched) -> list[int]:

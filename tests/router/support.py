@@ -15,7 +15,8 @@ import pytest
 from engine.fake import EOS_ID, FakeAnswer, fake_generate
 from engine.sequence import SamplingParams
 from proto import common_pb2, inference_pb2
-from router.client import RouterClient
+from proto.errors import PdserveError
+from router.client import Client, RouterClient
 from router.lifecycle import Event, State
 from router.request import Request
 from router.server import Router
@@ -170,3 +171,37 @@ def on_entering(monkeypatch: pytest.MonkeyPatch, state: State, act: Callable[[Re
             act(self)
 
     monkeypatch.setattr(Request, "_move", move)
+
+
+async def collect(client: Client, request: inference_pb2.GenerateRequest, timeout_s: float | None = None) -> Outcome:
+    outcome = Outcome()
+    async with asyncio.timeout(WAIT_S):
+        async for response in client.generate(request, timeout_s):
+            outcome.responses.append(response)
+    return outcome
+
+
+async def failure(client: Client, request: inference_pb2.GenerateRequest) -> PdserveError:
+    with pytest.raises(PdserveError) as raised:
+        await collect(client, request)
+    return raised.value
+
+
+async def first_response(client: Client, request: inference_pb2.GenerateRequest) -> asyncio.Task[Outcome]:
+    """The request's task, once it has a response."""
+    outcome, started = Outcome(), asyncio.Event()
+
+    async def run() -> Outcome:
+        async for response in client.generate(request):
+            outcome.responses.append(response)
+            started.set()
+        return outcome
+
+    task = asyncio.create_task(run())
+    await asyncio.wait([task, asyncio.create_task(started.wait())], return_when=asyncio.FIRST_COMPLETED)
+    return task
+
+
+async def live_ids(stack: Stack, num_requests: int) -> list[str]:
+    await until(lambda: len(stack.router.requests) == num_requests)
+    return [request.id for request, _ in stack.router.requests.live()]

@@ -5,51 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc.aio
 import pytest
 
 from proto import common_pb2, inference_pb2, inference_pb2_grpc
-from proto.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    PdserveError,
-    PodUnavailable,
-    from_rpc,
-)
+from proto.errors import InvalidRequest, PdserveError, PodUnavailable, from_rpc
 from proto.service import channel
 from router import client as router_client
 from router import gateway_client
-from router.client import RouterClient
 from router.gateway_client import MAX_UNREAD, GatewayClient
 from router.server import Router
 from tests.gateway.scripted import ScriptedRouter, answer
 from tests.router.support import (
     SLOW_STEPS,
     WAIT_S,
-    Outcome,
-    Stack,
+    collect,
+    failure,
+    first_response,
     long_running,
-    prompt_of,
     router_settings,
     running_stack,
-    tokens_request,
-    until,
 )
 from tests.router.test_end_to_end import assert_right
 from tests.support.ports import free_port
-
-REFUSED = [
-    tokens_request(prompt_of(3), max_tokens=0),
-    tokens_request(prompt_of(3), stop=[""]),
-    tokens_request([]),
-    inference_pb2.GenerateRequest(model="another"),
-    tokens_request(prompt_of(4000), max_tokens=500),
-]
 
 
 @asynccontextmanager
@@ -66,50 +47,6 @@ async def scripted() -> AsyncIterator[ScriptedRouter]:
     await router.stop()
 
 
-async def collect(
-    client: RouterClient, request: inference_pb2.GenerateRequest, timeout_s: float | None = None
-) -> Outcome:
-    outcome = Outcome()
-    async with asyncio.timeout(WAIT_S):
-        async for response in client.generate(request, timeout_s):
-            outcome.responses.append(response)
-    return outcome
-
-
-async def failure(client: RouterClient, request: inference_pb2.GenerateRequest) -> PdserveError:
-    with pytest.raises(PdserveError) as raised:
-        await collect(client, request)
-    return raised.value
-
-
-async def first_response(client: RouterClient, request: inference_pb2.GenerateRequest) -> asyncio.Task[Outcome]:
-    """The request's task, once it has a response."""
-    outcome, started = Outcome(), asyncio.Event()
-
-    async def run() -> Outcome:
-        async for response in client.generate(request):
-            outcome.responses.append(response)
-            started.set()
-        return outcome
-
-    task = asyncio.create_task(run())
-    await asyncio.wait([task, asyncio.create_task(started.wait())], return_when=asyncio.FIRST_COMPLETED)
-    return task
-
-
-async def live_ids(stack: Stack, num_requests: int) -> list[str]:
-    await until(lambda: len(stack.router.requests) == num_requests)
-    return [request.id for request, _ in stack.router.requests.live()]
-
-
-async def test_many_answers_at_once_are_right(registry_url: str, tmp_path: Path) -> None:
-    async with running_stack(registry_url, tmp_path) as stack, gateway_of(stack.router) as client:
-        requests = [tokens_request(prompt_of(5 + i, i), max_tokens=10 + i) for i in range(16)]
-        outcomes = await asyncio.gather(*(collect(client, request) for request in requests))
-        for outcome, request in zip(outcomes, requests, strict=True):
-            assert_right(outcome, request)
-
-
 async def test_several_gateways_on_one_router(registry_url: str, tmp_path: Path) -> None:
     async with (
         running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack,
@@ -124,61 +61,6 @@ async def test_several_gateways_on_one_router(registry_url: str, tmp_path: Path)
             assert_right(outcome, request)
 
 
-@pytest.mark.parametrize("request_", REFUSED)
-async def test_refused_as_by_generate(
-    registry_url: str, tmp_path: Path, request_: inference_pb2.GenerateRequest
-) -> None:
-    async with running_stack(registry_url, tmp_path) as stack, gateway_of(stack.router) as client:
-        error, expected = await failure(client, request_), await failure(stack.client, request_)
-        assert (type(error), vars(error)) == (type(expected), vars(expected))
-        fine = long_running(3, 4)
-        assert_right(await collect(client, fine), fine)
-
-
-async def test_no_room_is_told_with_the_delay(registry_url: str, tmp_path: Path) -> None:
-    async with (
-        running_stack(registry_url, tmp_path, prefill=0, decode=0, queue_wait_s=0.05) as stack,
-        gateway_of(stack.router) as client,
-    ):
-        error, expected = await failure(client, long_running(3, 4)), await failure(stack.client, long_running(3, 4))
-        assert isinstance(error, Overloaded | PodUnavailable)
-        assert (type(error), error.message, error.retry_after_ms > 0) == (
-            type(expected),
-            expected.message,
-            expected.retry_after_ms > 0,
-        )
-
-
-async def test_the_deadline_passes(registry_url: str, tmp_path: Path) -> None:
-    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack, gateway_of(stack.router) as client:
-        with pytest.raises(DeadlineExceeded):
-            await collect(client, long_running(50, 900), timeout_s=0.3)
-        await stack.until_rest()
-        await stack.pods.assert_idle()
-
-
-async def test_abort_by_id(registry_url: str, tmp_path: Path) -> None:
-    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack, gateway_of(stack.router) as client:
-        task = await first_response(client, long_running(50, 900))
-        (request_id,) = await live_ids(stack, 1)
-        assert await client.abort(request_id)
-        with pytest.raises(Cancelled, match="was aborted"):
-            await task
-
-
-async def test_one_that_leaves_is_cancelled_alone(registry_url: str, tmp_path: Path) -> None:
-    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack, gateway_of(stack.router) as client:
-        staying = await first_response(client, long_running(20, 200, seed=1))
-        async with aclosing(client.generate(long_running(50, 900))) as responses:
-            async for _ in responses:
-                break
-        await until(lambda: len(stack.router.requests) == 1)
-        assert not staying.done()
-        assert_right(await staying, long_running(20, 200, seed=1))
-        await stack.until_rest()
-        await stack.pods.assert_idle()
-
-
 async def test_one_that_leaves_before_its_request_was_sent(scripted: ScriptedRouter) -> None:
     async with gateway_of(scripted) as client:
         leaving = asyncio.create_task(collect(client, long_running(1, 1)))
@@ -187,17 +69,6 @@ async def test_one_that_leaves_before_its_request_was_sent(scripted: ScriptedRou
         await asyncio.wait([leaving])
         assert (await collect(client, long_running(1, 1))).text == "Hello world"
         assert len(scripted.requests) == 1 + scripted.cancelled.qsize()
-
-
-async def test_the_end_of_the_client_cancels_all(registry_url: str, tmp_path: Path) -> None:
-    async with running_stack(registry_url, tmp_path, pod=SLOW_STEPS) as stack:
-        async with gateway_of(stack.router) as client:
-            tasks = [await first_response(client, long_running(50, 900, seed)) for seed in range(3)]
-        for task in tasks:
-            with pytest.raises(Cancelled):
-                await task
-        await stack.until_rest()
-        await stack.pods.assert_idle()
 
 
 async def test_a_slow_reader_holds_up_nobody_and_little_memory(scripted: ScriptedRouter) -> None:
@@ -211,21 +82,6 @@ async def test_a_slow_reader_holds_up_nobody_and_little_memory(scripted: Scripte
         assert client.num_unread <= MAX_UNREAD
         received += [response.text async for response in slow]
         assert received == texts
-
-
-async def test_a_router_that_stops_finishes_what_runs(registry_url: str, tmp_path: Path) -> None:
-    async with (
-        running_stack(registry_url, tmp_path, pod=SLOW_STEPS, stop_grace_s=WAIT_S) as stack,
-        gateway_of(stack.router) as client,
-    ):
-        request = long_running(20, 80)
-        running = await first_response(client, request)
-        stopping = asyncio.create_task(stack.router.stop())
-        await asyncio.sleep(0.05)
-        late = await failure(client, long_running(3, 4))
-        assert isinstance(late, PodUnavailable)
-        assert_right(await running, request)
-        await asyncio.wait_for(stopping, WAIT_S / 2)  # and not only when its grace is over
 
 
 async def test_a_stream_that_drains_is_left_for_another(scripted: ScriptedRouter) -> None:
