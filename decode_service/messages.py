@@ -8,10 +8,9 @@ from pod.messages import FINISH_REASONS, token_output
 from proto import pods_pb2
 
 
-def sequence_tokens(entry: Entry, event: TokenEvent) -> pods_pb2.SequenceTokens:
-    """The message for `event`; with timings and cached tokens when it is the sequence's first."""
-    message = pods_pb2.SequenceTokens(sequence_id=event.sequence_id)
-    message.tokens.append(token_output(event.token))  # half of what a list in the constructor takes
+def add_event(message: pods_pb2.SequenceTokens, entry: Entry, event: TokenEvent) -> None:
+    """Adds `event` to its sequence's news; with timings and cached tokens when it is the sequence's first."""
+    message.tokens.append(token_output(event.token))
     if event.finish_reason is not None:
         message.finish_reason = FINISH_REASONS[event.finish_reason]
         message.num_preemptions = event.num_preemptions
@@ -20,7 +19,6 @@ def sequence_tokens(entry: Entry, event: TokenEvent) -> pods_pb2.SequenceTokens:
     if not entry.first_sent:
         entry.first_sent = True
         _describe_first(message, entry, event)
-    return message
 
 
 def _describe_first(message: pods_pb2.SequenceTokens, entry: Entry, event: TokenEvent) -> None:

@@ -12,9 +12,10 @@ import logging
 import grpc.aio
 
 from decode_service.admission import BlockQueue
-from decode_service.messages import sequence_tokens
+from decode_service.messages import add_event
 from decode_service.stream import TokenStream
 from decode_service.table import DecodeTable, Entry, State
+from decode_service.token_server import TokenServer
 from engine.batch import EngineLoad, Reservation, TokenEvent
 from engine.sequence import SequenceSpec
 from kvtransfer.puller import Puller
@@ -52,11 +53,10 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         self._pod = pod
         self.table = DecodeTable()
         self._queue = BlockQueue(pod.engine)
-        self.streams: dict[str, TokenStream] = {}  # by router id
+        self.tokens = TokenServer(pod.plan.pod_id, pod.plan.epoch, self._stream_ended)
         self._puller = Puller(pod.endpoint, fetch_metadata)
         self._credits = Ticker(self._expire_credits, interval_s=CREDIT_TICK_S)
         self._draining = False
-        self._closed = False
         self._step = 0
 
     # Credits.
@@ -70,7 +70,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         self._check_open()
         if request.HasField("source"):
             self._puller.connect(request.source)
-        entry = self.table.add(Entry(spec.sequence_id, self._stream_of(request.router_id), State.WAITING))
+        entry = self.table.add(Entry(spec.sequence_id, self.tokens.stream_of(request.router_id), State.WAITING))
         try:
             reservation = await self._wait_for_blocks(entry, spec, request.wait_ms / 1000)
             self.table.grant(entry, reservation, self._pod.clock(), request.ttl_ms / 1000)
@@ -131,7 +131,7 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
     @rpc
     async def StartDecode(self, request: pods_pb2.StartDecodeRequest, context: Context) -> pods_pb2.StartDecodeResponse:
         spec = parse_spec(request.sequence, self._pod.plan.model)
-        stream = self._stream_of(request.router_id)
+        stream = self.tokens.stream_of(request.router_id)
         if request.HasField("handoff"):
             self._start_transfer(request, spec, stream)
         else:
@@ -199,11 +199,12 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         self._pod.metrics.failed.labels(type(error).__name__).inc()
         self._tell(entry, error)
         self._free(entry)
+        self.tokens.flush()
 
     def _tell(self, entry: Entry, error: PdserveError) -> None:
         """Reserve is a call that answers for itself; what came after it is told on the stream."""
         if entry.state in {State.TRANSFERRING, State.DECODING}:
-            entry.stream.push(self._step, pods_pb2.SequenceTokens(sequence_id=entry.sequence_id, error=error.to_info()))
+            entry.stream.news_of(self._step, entry.sequence_id).error.CopyFrom(error.to_info())
 
     def _abort(self, entry: Entry) -> None:
         if entry.state is State.SETTLING:
@@ -242,60 +243,23 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         if not spec.output_ids or spec.output_ids[-1] != handoff.first_token.token_id:
             raise refusal("sequence.output_token_ids", spec.output_ids[-1:], "ended by handoff.first_token")
 
-    # Streams.
-
-    @rpc
-    async def StreamTokens(  # type: ignore[override]  # the stubs know generators only, grpc.aio takes writers too
-        self, request: pods_pb2.StreamTokensRequest, context: Context
-    ) -> None:
-        """Writes, instead of being a generator, because its end must be acted on at once, not when collected."""
-        if not request.router_id:
-            raise refusal("router_id", "''", "a name that is unique to the router's process")
-        stream = self._open_stream(request.router_id)
-        try:
-            await context.write(pods_pb2.StepTokens(epoch=self._pod.plan.epoch))  # at once: the stream is open
-            while (message := await stream.next()) is not None:
-                await context.write(message)
-        finally:
-            self._close_stream(stream)
-
-    def _stream_of(self, router_id: str) -> TokenStream:
-        """All that is asked for hangs on it, so that a dead router's calls, read late, hold nothing."""
-        stream = self.streams.get(router_id)
-        if stream is None or stream.ended:
-            raise PodUnavailable(
-                f"router_id = {router_id!r}: has no open token stream, call StreamTokens first",
-                field="router_id",  # by which the router knows that its stream is not what it thinks
-                pod_id=self._pod.plan.pod_id,
-            )
-        return stream
-
-    def _open_stream(self, router_id: str) -> TokenStream:
-        if self._closed:
-            raise PodUnavailable("this pod is stopping", pod_id=self._pod.plan.pod_id)
-        if (replaced := self.streams.get(router_id)) is not None:
-            self._end_stream(replaced, PodUnavailable(f"router_id = {router_id!r}: opened a newer stream"))
-        stream = self.streams[router_id] = TokenStream(router_id, self._pod.plan.epoch)
-        return stream
-
-    def _end_stream(self, stream: TokenStream, error: PdserveError) -> None:
-        stream.end(error)
+    def _stream_ended(self, stream: TokenStream) -> None:
+        """Whatever was reserved or started for it has nobody to go to."""
         for entry in self.table.of_stream(stream):
             self._abort(entry)
-
-    def _close_stream(self, stream: TokenStream) -> None:
-        """The call has ended: whatever was reserved or started for it has nobody to go to."""
-        self._end_stream(stream, PodUnavailable("the stream has ended"))
-        if self.streams.get(stream.router_id) is stream:
-            del self.streams[stream.router_id]
 
     # The role's side of the pod.
 
     def register(self, server: grpc.aio.Server) -> None:
         pods_pb2_grpc.add_DecodePodServicer_to_server(self, server)
 
-    def start(self) -> None:
+    async def start(self) -> None:
         self._credits.start("credits")
+        await self.tokens.start(self._pod.plan.settings.host, self._pod.plan.settings.token_port)
+
+    @property
+    def token_port(self) -> int:
+        return self.tokens.port
 
     def on_events(self, events: list[TokenEvent]) -> None:
         self._step += 1
@@ -303,17 +267,16 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
             entry = self.table.get(event.sequence_id)
             if entry is not None and entry.state is State.DECODING:
                 self._deliver(entry, event)
+        self.tokens.flush()
         self._queue.notify()
 
     def _deliver(self, entry: Entry, event: TokenEvent) -> None:
-        message, stream = sequence_tokens(entry, event), entry.stream
-        if message.num_cached_tokens:
-            self._pod.metrics.cached_tokens.inc(message.num_cached_tokens)
-        stream.push(self._step, message)
+        news, is_first = entry.stream.news_of(self._step, entry.sequence_id), not entry.first_sent
+        add_event(news, entry, event)
+        if is_first:
+            self._pod.metrics.cached_tokens.inc(news.num_cached_tokens)
         if event.finish_reason is not None:
             self.table.remove(entry)
-        if stream.overflown:
-            self._end_stream(stream, Overloaded("the router reads its token stream too slowly"))
 
     def owed(self) -> Owed:
         return Owed(num_credits=self.table.num_credits, num_transfers=self._puller.num_transfers)
@@ -332,15 +295,15 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         await self.table.idle.wait()
 
     async def close(self, error: PdserveError) -> None:
-        self._draining = self._closed = True
+        self._draining = True
         await self._credits.stop()
         for entry in self.table.entries():
             self._tell(entry, error)
             self._abort(entry)
+        self.tokens.flush()
         await self.table.idle.wait()  # transfers settle in bounded time
         await self._puller.close()
-        for stream in list(self.streams.values()):
-            stream.end()
+        await self.tokens.close()
 
     def check_invariants(self, load: EngineLoad) -> None:
         self.table.check_invariants(load)

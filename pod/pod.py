@@ -107,6 +107,12 @@ class Pod:
         return f"{self.plan.advertise_host}:{self.server.port}"
 
     @property
+    def token_address(self) -> str:
+        """Empty for a role that streams no tokens."""
+        port = self.role.token_port
+        return "" if port is None else f"{self.plan.advertise_host}:{port}"
+
+    @property
     def metrics_address(self) -> str:
         return f"{self.plan.advertise_host}:{self._metrics_port}"
 
@@ -150,6 +156,7 @@ class Pod:
             state=self.state,
             address=self.address,
             metrics_address=self.metrics_address,
+            token_address=self.token_address,
             model_id=self.plan.model.model_id,
             max_model_len=self._max_model_len,
             layout=self.plan.layout.to_proto(),
@@ -166,10 +173,13 @@ class Pod:
         settings = self.plan.settings
         self.engine.start()
         self._team.start()
-        self.role.start()
         self.self_check.start()
         self.role.register(self.server.grpc)
         kv_pb2_grpc.add_KVTransferServicer_to_server(KVService(self.endpoint), self.server.grpc)
+        try:
+            await self.role.start()
+        except OSError as error:
+            raise _cannot_listen("--token-port", settings.host, settings.token_port, error) from None
         try:
             await self.server.start(settings.host, settings.port)
             self._metrics_port = await self.metrics_server.start(settings.host, settings.metrics_port)
@@ -198,5 +208,9 @@ def _check_port(flag: str, host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        text = f"{flag} {port}: cannot listen on {host}: {error.strerror}; choose another or 0 for any free port"
-        raise StartupError(text) from None
+        raise _cannot_listen(flag, host, port, error) from None
+
+
+def _cannot_listen(flag: str, host: str, port: int, error: OSError) -> StartupError:
+    text = f"{flag} {port}: cannot listen on {host}: {error.strerror}; choose another or 0 for any free port"
+    return StartupError(text)

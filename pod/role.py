@@ -47,8 +47,13 @@ class Role(Protocol):
 
     def register(self, server: grpc.aio.Server) -> None: ...
 
-    def start(self) -> None:
-        """Begins background work on the running loop."""
+    async def start(self) -> None:
+        """Begins background work on the running loop, and listens on ports of its own. Raises OSError if it cannot."""
+        ...
+
+    @property
+    def token_port(self) -> int | None:
+        """Where routers fetch tokens, once started; None for a role that streams none."""
         ...
 
     def on_events(self, events: list[TokenEvent]) -> None: ...

@@ -26,6 +26,7 @@ class PodSettings(Settings):
     host: str = Field("127.0.0.1", description="address to listen on")
     advertise_host: str = Field("", description="host that other processes reach this pod at; empty: host")
     port: Port = Field(0, description="gRPC port; 0 takes a free one")
+    token_port: Port = Field(0, description="decode pods: port on which routers fetch tokens; 0 takes a free one")
     metrics_port: Port = Field(0, description="port of /metrics; 0 takes a free one")
     cluster: str = Field("default", min_length=1, pattern=r"^[A-Za-z0-9_.-]+$", description="name of the deployment")
     registry_url: str = Field("redis://127.0.0.1:6379/0", description="URL of the Redis-protocol registry")

@@ -151,7 +151,9 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
     def register(self, server: grpc.aio.Server) -> None:
         pods_pb2_grpc.add_PrefillPodServicer_to_server(self, server)
 
-    def start(self) -> None:
+    token_port = None
+
+    async def start(self) -> None:
         self._leases.start("leases")
 
     def on_events(self, events: list[TokenEvent]) -> None:

@@ -385,18 +385,27 @@ Global___AbortSequenceResponse: _TypeAlias = AbortSequenceResponse  # noqa: Y015
 
 @_typing.final
 class StreamTokensRequest(_message.Message):
+    """What a router writes on its connection to a decode pod's token port: frames (proto/frames.py) of this message. The
+    first is the hello, and one without fields, at least every second, says that the router lives.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
+    """unique to this connection"""
+    epoch: _builtins.str
+    """of the pod that is meant; another one refuses"""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        epoch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,27 +505,36 @@ Global___SequenceTokens: _TypeAlias = SequenceTokens  # noqa: Y015
 
 @_typing.final
 class StepTokens(_message.Message):
-    """One message an engine step, with every sequence's new tokens. Without sequences it is a heartbeat."""
+    """What the pod writes: at once when the stream is open, then one message an engine step, with every sequence's new tokens.
+    Without sequences it is a heartbeat, at least every 0.5 s. When the connection ends, however it does, everything
+    started for its router id is aborted.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     step: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceTokens]: ...
+    @_builtins.property
+    def error(self) -> _common_pb2.ErrorInfo:
+        """the last message: why the pod ends the stream"""
+
     def __init__(
         self,
         *,
         epoch: _builtins.str = ...,
         step: _builtins.int = ...,
         sequences: _abc.Iterable[Global___SequenceTokens] | None = ...,
+        error: _common_pb2.ErrorInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "sequences", b"sequences", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "sequences", b"sequences", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -171,11 +171,6 @@ class DecodePodStub:
                 request_serializer=proto_dot_pods__pb2.AbortSequenceRequest.SerializeToString,
                 response_deserializer=proto_dot_pods__pb2.AbortSequenceResponse.FromString,
                 _registered_method=True)
-        self.StreamTokens = channel.unary_stream(
-                '/pdserve.v1.DecodePod/StreamTokens',
-                request_serializer=proto_dot_pods__pb2.StreamTokensRequest.SerializeToString,
-                response_deserializer=proto_dot_pods__pb2.StepTokens.FromString,
-                _registered_method=True)
 
 
 class DecodePodServicer:
@@ -205,13 +200,6 @@ class DecodePodServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StreamTokens(self, request, context):
-        """One stream a router. When it ends, everything started for that router is aborted. A heartbeat at least every 0.5 s.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DecodePodServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -234,11 +222,6 @@ def add_DecodePodServicer_to_server(servicer, server):
                     servicer.AbortSequence,
                     request_deserializer=proto_dot_pods__pb2.AbortSequenceRequest.FromString,
                     response_serializer=proto_dot_pods__pb2.AbortSequenceResponse.SerializeToString,
-            ),
-            'StreamTokens': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamTokens,
-                    request_deserializer=proto_dot_pods__pb2.StreamTokensRequest.FromString,
-                    response_serializer=proto_dot_pods__pb2.StepTokens.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -349,33 +332,6 @@ class DecodePod:
             '/pdserve.v1.DecodePod/AbortSequence',
             proto_dot_pods__pb2.AbortSequenceRequest.SerializeToString,
             proto_dot_pods__pb2.AbortSequenceResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamTokens(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/pdserve.v1.DecodePod/StreamTokens',
-            proto_dot_pods__pb2.StreamTokensRequest.SerializeToString,
-            proto_dot_pods__pb2.StepTokens.FromString,
             options,
             channel_credentials,
             insecure,

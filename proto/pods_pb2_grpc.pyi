@@ -72,8 +72,6 @@ class DecodePodStub:
     ReleaseCredit: _grpc.UnaryUnaryMultiCallable[_pods_pb2.ReleaseCreditRequest, _pods_pb2.ReleaseCreditResponse]
     StartDecode: _grpc.UnaryUnaryMultiCallable[_pods_pb2.StartDecodeRequest, _pods_pb2.StartDecodeResponse]
     AbortSequence: _grpc.UnaryUnaryMultiCallable[_pods_pb2.AbortSequenceRequest, _pods_pb2.AbortSequenceResponse]
-    StreamTokens: _grpc.UnaryStreamMultiCallable[_pods_pb2.StreamTokensRequest, _pods_pb2.StepTokens]
-    """One stream a router. When it ends, everything started for that router is aborted. A heartbeat at least every 0.5 s."""
 
 @_typing.type_check_only
 class DecodePodAsyncStub(DecodePodStub):
@@ -82,8 +80,6 @@ class DecodePodAsyncStub(DecodePodStub):
     ReleaseCredit: _aio.UnaryUnaryMultiCallable[_pods_pb2.ReleaseCreditRequest, _pods_pb2.ReleaseCreditResponse]  # type: ignore[assignment]
     StartDecode: _aio.UnaryUnaryMultiCallable[_pods_pb2.StartDecodeRequest, _pods_pb2.StartDecodeResponse]  # type: ignore[assignment]
     AbortSequence: _aio.UnaryUnaryMultiCallable[_pods_pb2.AbortSequenceRequest, _pods_pb2.AbortSequenceResponse]  # type: ignore[assignment]
-    StreamTokens: _aio.UnaryStreamMultiCallable[_pods_pb2.StreamTokensRequest, _pods_pb2.StepTokens]  # type: ignore[assignment]
-    """One stream a router. When it ends, everything started for that router is aborted. A heartbeat at least every 0.5 s."""
 
 class DecodePodServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -113,13 +109,5 @@ class DecodePodServicer(metaclass=_abc_1.ABCMeta):
         request: _pods_pb2.AbortSequenceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pods_pb2.AbortSequenceResponse, _abc.Awaitable[_pods_pb2.AbortSequenceResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def StreamTokens(
-        self,
-        request: _pods_pb2.StreamTokensRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_pods_pb2.StepTokens], _abc.AsyncIterator[_pods_pb2.StepTokens]]:
-        """One stream a router. When it ends, everything started for that router is aborted. A heartbeat at least every 0.5 s."""
 
 def add_DecodePodServicer_to_server(servicer: DecodePodServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -132,6 +132,7 @@ class PodRecord(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    TOKEN_ADDRESS_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
     epoch: _builtins.str
     """new at every start of the process"""
@@ -147,6 +148,8 @@ class PodRecord(_message.Message):
     heartbeat: _builtins.int
     """counts up from 1"""
     heartbeat_interval_s: _builtins.float
+    token_address: _builtins.str
+    """decode pods: host:port of their token streams"""
     @_builtins.property
     def layout(self) -> _kv_pb2.KVLayout: ...
     @_builtins.property
@@ -167,10 +170,11 @@ class PodRecord(_message.Message):
         load: Global___PodLoad | None = ...,
         heartbeat: _builtins.int = ...,
         heartbeat_interval_s: _builtins.float = ...,
+        token_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "heartbeat", b"heartbeat", "heartbeat_interval_s", b"heartbeat_interval_s", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "metrics_address", b"metrics_address", "model_id", b"model_id", "pod_id", b"pod_id", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "heartbeat", b"heartbeat", "heartbeat_interval_s", b"heartbeat_interval_s", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "metrics_address", b"metrics_address", "model_id", b"model_id", "pod_id", b"pod_id", "role", b"role", "state", b"state", "token_address", b"token_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -134,7 +134,7 @@ class DecodeClient(PodClient):
         super().__init__(pod, clock)
         self._stub: pods_pb2_grpc.DecodePodAsyncStub = pods_pb2_grpc.DecodePodStub(self._channel)
         self._on_change = on_change
-        self.tokens = StreamReader(pod, router_id, self._stub, self.abort, self._stream_changed)
+        self.tokens = StreamReader(pod, router_id, self._channel.channel_ready, self.abort, self._stream_changed)
 
     def _stream_changed(self, broken: str | None) -> None:
         if broken is not None:

@@ -50,6 +50,7 @@ class PodView:
     epoch: str
     role: registry_pb2.Role.ValueType
     address: str
+    token_address: str  # of a decode pod's token streams
     draining: bool
     reachable: bool  # the router can talk to it; a decode pod's token stream is up
     model_id: str
@@ -94,11 +95,14 @@ def pod_view(record: registry_pb2.PodRecord) -> PodView:
     if record.role not in (PREFILL, DECODE) or layout.block_size < 1 or load.num_blocks < 1:
         given = f"role {record.role}, block_size {layout.block_size}, num_blocks {load.num_blocks}"
         raise ValueError(f"pod {record.pod_id!r}: {given}: the role must be known and the sizes at least 1")
+    if record.role == DECODE and not record.token_address:
+        raise ValueError(f"pod {record.pod_id!r}: a decode pod without token_address: is it of another release?")
     return PodView(
         pod_id=record.pod_id,
         epoch=record.epoch,
         role=record.role,
         address=record.address,
+        token_address=record.token_address,
         draining=record.state != registry_pb2.POD_STATE_READY,
         reachable=True,
         model_id=record.model_id,

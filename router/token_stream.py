@@ -1,9 +1,10 @@
 """The one stream of tokens from a decode pod, taken apart into one queue for each sequence.
 
-The stream is opened as soon as the pod is known and again whenever it breaks. Every connection has a router id of its
-own, so nothing that was started for a broken one can speak into its successor. When it breaks, stays silent for
-SILENCE_S (the pod beats every 0.5 s) or speaks for another epoch, every sequence on it fails. Tokens of a sequence
-that nobody waits for (its pod was given up and came back, say) are discarded, and the pod is told once.
+The stream is a connection of its own (frames of `pods.proto`, no gRPC), opened as soon as the pod is known and answers
+calls, and again whenever it breaks. Every connection has a router id of its own, so nothing that was started for a
+broken one can speak into its successor. When it breaks, stays silent for SILENCE_S (the pod beats every 0.5 s, and so
+do we) or speaks for another epoch, every sequence on it fails. Tokens of a sequence that nobody waits for (its pod was
+given up and came back, say) are discarded, and the pod is told once.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any
 
-import grpc.aio
-
-from proto import pods_pb2, pods_pb2_grpc
-from proto.errors import PodUnavailable, from_rpc
-from router.background import Background, current_task_is_cancelled
+from proto import pods_pb2
+from proto.errors import PodUnavailable
+from proto.frames import FrameConnection, connect
+from proto.service import MAX_MESSAGE_BYTES
+from router.background import Background
 from router.failures import PodLost
 from router.mailbox import Mailbox
 from router.snapshot import PodView
@@ -29,31 +29,33 @@ log = logging.getLogger(__name__)
 SILENCE_S, SILENCE_SLICES = 2.0, 4
 FIRST_RETRY_S, MAX_RETRY_S = 0.05, 1.0
 MAX_REMEMBERED = 4096  # closed sequences, whose last tokens may still be on their way
+BEAT = pods_pb2.StreamTokensRequest()
 
 
 SequenceStream = Mailbox[pods_pb2.SequenceTokens]  # one sequence's messages, in order; PodLost once the stream broke
 
 
 class StreamReader:
-    """Owned by one DecodeClient. `abort` tells the pod; `on_change` hears why a connection broke, or None: it is up."""
+    """Owned by one DecodeClient. `answers` returns once the pod answers calls; `abort` tells it to end a sequence.
+
+    `on_change` hears why a connection broke, or None: it is up.
+    """
 
     def __init__(
         self,
         pod: PodView,
         router_id: str,
-        stub: pods_pb2_grpc.DecodePodAsyncStub,
+        answers: Callable[[], Awaitable[None]],
         abort: Callable[[str], Awaitable[None]],
         on_change: Callable[[str | None], None],
     ) -> None:
         self.connected = False
         self.router_id = ""  # of the present connection
         self.num_discarded = 0
-        self._spoke = False  # in this slice
-        self._call: Any = None  # the present connection
-        self._cut_off = ""  # why we cancelled it
+        self._connection = self._new_connection()  # the present one
         self._pod = pod
         self._router_ids = (f"{router_id}/{number}" for number in itertools.count(1))
-        self._stub = stub
+        self._answers = answers
         self._abort = abort
         self._on_change = on_change
         self._open: dict[str, SequenceStream] = {}
@@ -91,47 +93,50 @@ class StreamReader:
             self._break(why)
             await asyncio.sleep(retry_s)
 
+    def _new_connection(self) -> FrameConnection[pods_pb2.StepTokens]:
+        return FrameConnection(pods_pb2.StepTokens, self._on_message, max_bytes=MAX_MESSAGE_BYTES)
+
     async def _read(self) -> str:
-        """Reads one connection to its end, and returns why it ended."""
+        """Opens one connection, lives through it, and returns why it ended."""
         self.router_id = next(self._router_ids)
-        call = self._stub.StreamTokens(pods_pb2.StreamTokensRequest(router_id=self.router_id))
-        self._call, self._cut_off = call, ""
-        silence = asyncio.create_task(self._watch_for_silence(), name=f"silence of {self._pod.pod_id}")
+        connection = self._connection = self._new_connection()
         try:
-            while True:
-                message = await call.read()
-                self._spoke = True
-                if not isinstance(message, pods_pb2.StepTokens):  # grpc.aio.EOF
-                    return "the pod ended the token stream"
-                if message.epoch != self._pod.epoch:
-                    return f"another epoch answers at {self._pod.address}: {message.epoch} != {self._pod.epoch}"
-                self._deliver(message)
-        except asyncio.CancelledError:
-            if not self._cut_off or current_task_is_cancelled():
-                raise
-            return self._cut_off
-        except grpc.aio.AioRpcError as error:
-            return f"the token stream broke: {from_rpc(error).message}"
+            async with asyncio.timeout(SILENCE_S):
+                await self._answers()
+                await connect(connection, self._pod.token_address)
+            connection.send(pods_pb2.StreamTokensRequest(router_id=self.router_id, epoch=self._pod.epoch))
+            return await self._until_closed(connection)
+        except (OSError, TimeoutError) as error:
+            return f"cannot open the token stream at {self._pod.token_address}: {error}"
         finally:
-            silence.cancel()
-            call.cancel()
+            connection.abort("the router has ended it")
 
     def reconnect(self, why: str) -> None:
         """Everything on the present connection fails now, unread messages included, and another one is opened."""
         if self.connected:
-            self._cut_off = why
             self._break(why)
-            self._call.cancel()
+            self._connection.abort(why)
 
-    async def _watch_for_silence(self) -> None:
-        """Ends the connection after SILENCE_S, in slices: what this process slept through is one slice at most."""
+    async def _until_closed(self, connection: FrameConnection[pods_pb2.StepTokens]) -> str:
+        """Waits SILENCE_S for a word, in slices: what this process slept through is one slice at most."""
         num_silent = 0
         while num_silent < SILENCE_SLICES:
-            self._spoke = False
-            await asyncio.sleep(SILENCE_S / SILENCE_SLICES)
-            num_silent = 0 if self._spoke else num_silent + 1
-        self._cut_off = f"no word on the token stream for {SILENCE_S} s"
-        self._call.cancel()
+            connection.heard = False
+            await asyncio.wait([connection.closed], timeout=SILENCE_S / SILENCE_SLICES)
+            if connection.closed.done():
+                return connection.closed.result()
+            num_silent = 0 if connection.heard else num_silent + 1
+            connection.send(BEAT)
+        return f"no word on the token stream for {SILENCE_S} s"
+
+    def _on_message(self, message: pods_pb2.StepTokens) -> None:
+        if message.HasField("error"):
+            self._connection.abort(f"the pod ended the token stream: {message.error.message}")
+        elif message.epoch != self._pod.epoch:
+            answers = f"another epoch answers at {self._pod.token_address}"
+            self._connection.abort(f"{answers}: {message.epoch} != {self._pod.epoch}")
+        else:
+            self._deliver(message)
 
     def _deliver(self, message: pods_pb2.StepTokens) -> None:
         if not self.connected:

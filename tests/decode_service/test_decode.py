@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from decode_service import stream as stream_module
+from decode_service.servicer import DecodeService
+from decode_service.token_server import TokenServer
 from pod.pod import Pod
-from proto import common_pb2, kv_pb2, pods_pb2, pods_pb2_grpc
+from proto import common_pb2, kv_pb2, pods_pb2
 from proto.errors import Cancelled, InvalidRequest, LayoutMismatch, LeaseExpired, Overloaded, PodUnavailable
+from proto.frames import HEADER
 from tests.support.cluster import Cluster, assert_idle
 from tests.support.pod_client import PodClient, right_answer, spec
 from tests.support.polling import until
@@ -197,7 +200,7 @@ async def test_whatever_is_asked_for_needs_a_stream(cluster: Cluster, pod: Pod) 
     """Else a call that a router made before its death, and that is read after its stream has ended, holds blocks."""
     client = cluster.client(pod)
     for call in (client.start_decode(spec([1])), client.reserve(spec([1]), fingerprint(pod))):
-        with pytest.raises(PodUnavailable, match="call StreamTokens first"):
+        with pytest.raises(PodUnavailable, match="has no open token stream"):
             await call
     await assert_idle(pod)
 
@@ -323,18 +326,20 @@ async def test_a_second_stream_replaces_the_first(cluster: Cluster) -> None:
 async def test_a_reader_that_never_reads_is_dropped(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module.TokenStream.__init__, "__kwdefaults__", {"max_pending_tokens": 500})
     pod = await cluster.start("decode", num_blocks=512)
-    client = cluster.client(pod)
-    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
-    async with grpc.aio.insecure_channel(pod.address, options=small_window) as channel:
-        stub: pods_pb2_grpc.DecodePodAsyncStub = pods_pb2_grpc.DecodePodStub(channel)
-        call = stub.StreamTokens(pods_pb2.StreamTokensRequest(router_id=client.router_id))
-        assert await call.read() is not grpc.aio.EOF
+    client, tokens = cluster.client(pod), tokens_of(pod)
+    hello = pods_pb2.StreamTokensRequest(router_id=client.router_id, epoch=pod.plan.epoch).SerializeToString()
+    with socket.create_connection(("127.0.0.1", tokens.port)) as never_reads:
+        never_reads.sendall(HEADER.pack(len(hello)) + hello)
+        await until(lambda: client.router_id in tokens.streams)
+        stream = tokens.stream_of(client.router_id)
+        stream.connection._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # type: ignore[union-attr]  # connected
         for _ in range(8):
             await client.start_decode(spec([1, 2], **ENDLESS, logprobs=20))
         await assert_idle(pod)
+        assert "too slowly" in await asyncio.wait_for(asyncio.shield(stream.connection.closed), 5)
         with pytest.raises(PodUnavailable, match="no open token stream"):
             await client.start_decode(spec([1]))
-        call.cancel()
+    assert not tokens.connections
 
 
 async def test_stop_tells_the_streams(cluster: Cluster) -> None:
@@ -363,6 +368,11 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(cluster: Cluste
     await drain
     await client.received[sequence.sequence_id].until_ended()
     assert client.received[sequence.sequence_id].token_ids == list(right_answer(sequence).output_ids)
+
+
+def tokens_of(pod: Pod) -> TokenServer:
+    assert isinstance(pod.role, DecodeService)
+    return pod.role.tokens
 
 
 def num_waiting(pod: Pod) -> int:

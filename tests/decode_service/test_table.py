@@ -27,13 +27,17 @@ IDLE = EngineLoad(
 BLOCKS = Reservation("a", (0, 1), 0)
 
 
+def new_stream() -> TokenStream:
+    return TokenStream("epoch", lambda stream, hello: None, lambda stream: None)
+
+
 def reserved(table: DecodeTable, name: str = "a", ttl_s: float = 10) -> Entry:
-    entry = table.add(Entry(name, TokenStream("router", "epoch"), State.WAITING))
+    entry = table.add(Entry(name, new_stream(), State.WAITING))
     table.grant(entry, BLOCKS, now=0, duration_s=ttl_s)
     return entry
 
 
-def test_a_credit_s_life() -> None:
+async def test_a_credit_s_life() -> None:
     table = DecodeTable()
     entry = reserved(table)
     table.check_invariants(replace(IDLE, num_reserved=1))
@@ -47,7 +51,7 @@ def test_a_credit_s_life() -> None:
     table.check_invariants(IDLE)
 
 
-def test_unused_credits_expire_once() -> None:
+async def test_unused_credits_expire_once() -> None:
     table = DecodeTable()
     short, long = reserved(table, "a", ttl_s=1), reserved(table, "b", ttl_s=5)
     assert table.take_expired(now=0.5) == []
@@ -57,22 +61,22 @@ def test_unused_credits_expire_once() -> None:
     assert table.claim("a") is None
 
 
-def test_a_second_sequence_of_the_same_id_is_refused() -> None:
+async def test_a_second_sequence_of_the_same_id_is_refused() -> None:
     table = DecodeTable()
     reserved(table)
     with pytest.raises(InvalidRequest, match=r"sequence\.sequence_id = 'a'"):
-        table.add(Entry("a", TokenStream("router", "epoch"), State.WAITING))
+        table.add(Entry("a", new_stream(), State.WAITING))
 
 
-def test_states_only_advance() -> None:
-    entry = Entry("a", TokenStream("router", "epoch"), State.DECODING)
+async def test_states_only_advance() -> None:
+    entry = Entry("a", new_stream(), State.DECODING)
     with pytest.raises(AssertionError, match="decoding -> reserved"):
         entry.advance(State.RESERVED)
 
 
-def test_entries_are_found_by_their_stream_in_every_state() -> None:
+async def test_entries_are_found_by_their_stream_in_every_state() -> None:
     table = DecodeTable()
-    credit, stream = reserved(table), TokenStream("router", "epoch")
+    credit, stream = reserved(table), new_stream()
     decoding = table.add(Entry("d", stream, State.DECODING))
     assert table.of_stream(stream) == [decoding]
     assert table.of_stream(credit.stream) == [credit]
@@ -83,7 +87,7 @@ def _lost_reservation(table: DecodeTable) -> None:
 
 
 def _lost_sequence(table: DecodeTable) -> None:
-    table.add(Entry("a", TokenStream("router", "epoch"), State.DECODING))
+    table.add(Entry("a", new_stream(), State.DECODING))
 
 
 def _transfer_without_task(table: DecodeTable) -> None:
@@ -92,7 +96,7 @@ def _transfer_without_task(table: DecodeTable) -> None:
 
 
 def _ended_stream(table: DecodeTable) -> None:
-    entry = table.add(Entry("a", TokenStream("router", "epoch"), State.DECODING))
+    entry = table.add(Entry("a", new_stream(), State.DECODING))
     entry.stream.end()
 
 

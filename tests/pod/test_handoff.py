@@ -203,7 +203,7 @@ async def test_5_the_end_of_the_stream_during_a_transfer(pair: Pair) -> None:
     await pair.hand_over(spec(range(50)))
     await until(lambda: bool(pair.faults.stalled))
     await pair.decode.close_stream()
-    await until(lambda: not pair.decode_pod.role.streams)  # type: ignore[attr-defined]  # the decode role's own
+    await until(lambda: not pair.decode_pod.role.tokens.streams)  # type: ignore[attr-defined]  # the decode role's own
     assert pair.num_reserved == 1
     pair.faults.land(0)
     await pair.assert_idle()

@@ -82,7 +82,7 @@ async def test_a_crash_of_the_engine_fails_all_that_is_pending(
     if role == "prefill":
         call = asyncio.create_task(client.prefill(sequence))
     else:
-        await client.open_stream()
+        await client.open_stream(pod.record())
         await client.start_decode(sequence)
     await asyncio.wait_for(pod.ended.wait(), 5)
     cluster.pods.remove(pod)

@@ -57,7 +57,9 @@ class Setup:
         client = PodClient(pod.fields["address"])
         self._stack.push_async_callback(client.close)
         if pod.fields["role"] == "decode":
-            await client.open_stream()
+            record = await self.record(pod)
+            assert record is not None, "it is ready, so it is registered"
+            await client.open_stream(record)
         return client
 
     async def record(self, pod: PodProcess) -> PodRecord | None:

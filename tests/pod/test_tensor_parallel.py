@@ -67,14 +67,17 @@ class Pods:
         client = PodClient((await pod.until_ready())["address"])
         self._stack.push_async_callback(client.close)
         if role == "decode":
-            await client.open_stream()
+            await client.open_stream(await self.record(pod))
         return pod, client
 
-    async def fingerprint(self, pod: PodProcess) -> str:
+    async def record(self, pod: PodProcess) -> PodRecord:
         async with redis.asyncio.from_url(self._registry_url) as registry:
             stored = await registry.get(pod_key(self._cluster, pod.fields["pod_id"]))
         assert isinstance(stored, bytes)
-        return PodRecord.FromString(stored).layout.fingerprint
+        return PodRecord.FromString(stored)
+
+    async def fingerprint(self, pod: PodProcess) -> str:
+        return (await self.record(pod)).layout.fingerprint
 
 
 @pytest.fixture

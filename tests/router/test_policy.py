@@ -44,6 +44,7 @@ def record(pod_id: str, role: registry_pb2.Role.ValueType, **layout_fields: Any)
         role=role,
         state=registry_pb2.POD_STATE_READY,
         address="127.0.0.1:1",
+        token_address="127.0.0.1:2" if role == DECODE else "",
         model_id="fake",
         max_model_len=4096,
         layout=layout(**layout_fields),

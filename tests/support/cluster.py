@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from decode_service.servicer import DecodeService
+from decode_service.token_server import TokenServer
 from pod.plan import resolve
 from pod.pod import Pod
 from pod.role import PodContext, Role
@@ -55,7 +56,7 @@ class Cluster:
     async def decode_client(self, pod: Pod, router_id: str = "router-1") -> PodClient:
         """A client with an open stream."""
         client = self.client(pod, router_id)
-        await client.open_stream()
+        await client.open_stream(pod.record())
         return client
 
     async def start(self, role: str, **overrides: object) -> Pod:
@@ -73,13 +74,15 @@ class Cluster:
         """As kill -9 looks from outside: connections break, nothing is said to anybody, the record stays to expire."""
         self.pods.remove(pod)
         await pod.registration.stop(remove=False)
+        if isinstance(pod.role, DecodeService):
+            break_streams(pod.role.tokens)
         await pod.server.grpc.stop(None)
         await pod.stop(PodUnavailable("killed"))
 
     async def restart(self, pod: Pod) -> Pod:
         """A new incarnation of `pod` on the same address, under the same id, after a kill."""
         role = "prefill" if isinstance(pod.role, PrefillService) else "decode"
-        settings = pod.plan.settings.model_copy(update={"port": pod.server.port, "pod_id": pod.plan.pod_id})
+        settings = pod.plan.settings.model_copy(update=ports_of(pod) | {"pod_id": pod.plan.pod_id})
         if pod in self.pods:
             await self.kill(pod)
         fresh = await Pod.start(resolve(settings, role), ROLES[role])
@@ -101,6 +104,19 @@ class Cluster:
         await asyncio.gather(*(client.close() for client in self._clients))
         await asyncio.gather(*(pod.stop() for pod in self.pods))
         self.pods.clear()
+
+
+def break_streams(tokens: TokenServer) -> None:
+    """Nobody is told why, and nobody can connect again."""
+    assert tokens.listener is not None, "the pod was started"
+    tokens.listener.close()
+    for stream in list(tokens.connections):
+        stream.connection.abort("killed")
+
+
+def ports_of(pod: Pod) -> dict[str, object]:
+    """Settings for a pod at the same addresses."""
+    return {"port": pod.server.port, "token_port": pod.role.token_port or 0}
 
 
 async def assert_idle(pod: Pod) -> None:

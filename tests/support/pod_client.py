@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -15,9 +14,13 @@ from engine.fake import EOS_ID, FAKE_MODEL, FakeAnswer, fake_generate
 from pod.spec import parse_params
 from proto import common_pb2, kv_pb2, pods_pb2, pods_pb2_grpc
 from proto.errors import PdserveError, from_info, from_rpc
-from proto.service import channel
+from proto.frames import FrameConnection, connect
+from proto.registry_pb2 import PodRecord
+from proto.service import MAX_MESSAGE_BYTES, channel
+from tests.support.polling import until
 
 WAIT_S = 10.0
+BEAT_S = 0.5
 LEASE_MS = 30_000
 _numbers = itertools.count(1)
 Response = TypeVar("Response")
@@ -50,7 +53,7 @@ class Received:
 
     def __init__(self) -> None:
         self.messages: list[pods_pb2.SequenceTokens] = []
-        self.arrived = asyncio.Condition()
+        self.arrived = asyncio.Event()
 
     @property
     def token_ids(self) -> list[int]:
@@ -68,12 +71,16 @@ class Received:
         return bool(self.messages) and (bool(self.last.finish_reason) or self.last.HasField("error"))
 
     async def until_ended(self) -> None:
-        async with asyncio.timeout(WAIT_S), self.arrived:
-            await self.arrived.wait_for(lambda: self.ended)
+        await self._until(lambda: self.ended)
 
     async def until_tokens(self, num_tokens: int) -> None:
-        async with asyncio.timeout(WAIT_S), self.arrived:
-            await self.arrived.wait_for(lambda: len(self.token_ids) >= num_tokens)
+        await self._until(lambda: len(self.token_ids) >= num_tokens)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self.arrived.clear()
+                await self.arrived.wait()
 
 
 class PodClient:
@@ -88,43 +95,52 @@ class PodClient:
         self._channel = channel(address)
         self.prefill_stub: pods_pb2_grpc.PrefillPodAsyncStub = pods_pb2_grpc.PrefillPodStub(self._channel)
         self.decode_stub: pods_pb2_grpc.DecodePodAsyncStub = pods_pb2_grpc.DecodePodStub(self._channel)
-        self._reader: asyncio.Task[None] | None = None
+        self._tokens: FrameConnection[pods_pb2.StepTokens] | None = None
+        self._beats: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         await self.close_stream()
         await self._channel.close()
 
-    async def open_stream(self) -> None:
-        """Returns once the pod has said that the stream is open."""
-        call = self.decode_stub.StreamTokens(pods_pb2.StreamTokensRequest(router_id=self.router_id))
-        first = await call.read()
-        assert first is not grpc.aio.EOF, "the stream ended at once"
-        self._reader = asyncio.create_task(self._read(call), name=f"stream of {self.router_id}")
+    async def open_stream(self, record: PodRecord, **hello: str) -> None:
+        """Returns once the pod has said that the stream is open. `hello` are StreamTokensRequest's fields."""
+        self.stream_error = None
+        self._tokens = tokens = FrameConnection(pods_pb2.StepTokens, self._on_step, max_bytes=MAX_MESSAGE_BYTES)
+        await connect(tokens, record.token_address)
+        fields = {"router_id": self.router_id, "epoch": record.epoch} | hello
+        tokens.send(pods_pb2.StreamTokensRequest(**fields))
+        self._beats = asyncio.create_task(self._beat(tokens), name=f"beats of {self.router_id}")
+        await until(lambda: tokens.heard or tokens.closed.done())
+        if self.stream_error is not None:
+            raise self.stream_error
+        assert not tokens.closed.done(), f"the stream ended at once: {tokens.closed.result()}"
+
+    async def _beat(self, tokens: FrameConnection[pods_pb2.StepTokens]) -> None:
+        while tokens.is_open:
+            tokens.send(pods_pb2.StreamTokensRequest())
+            await asyncio.wait([tokens.closed], timeout=BEAT_S)
 
     async def close_stream(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
-            self._reader = None
+        if self._tokens is not None:
+            self._tokens.abort("the test has ended it")
+            await self.until_stream_ended()
 
-    async def until_stream_ended(self) -> None:
-        assert self._reader is not None, "open_stream() first"
-        await asyncio.wait_for(asyncio.shield(self._reader), WAIT_S)
+    async def until_stream_ended(self) -> str:
+        """Why."""
+        assert self._tokens is not None, "open_stream() first"
+        assert self._beats is not None, "likewise"
+        await asyncio.wait_for(asyncio.shield(self._beats), WAIT_S)
+        return self._tokens.closed.result()
 
-    async def _read(self, call: grpc.aio.UnaryStreamCall[Any, pods_pb2.StepTokens]) -> None:
-        try:
-            while isinstance(step := await call.read(), pods_pb2.StepTokens):  # else it is grpc.aio.EOF
-                self.steps.append(step)
-                for message in step.sequences:
-                    received = self.received[message.sequence_id]
-                    received.messages.append(message)
-                    async with received.arrived:
-                        received.arrived.notify_all()
-        except grpc.aio.AioRpcError as error:
-            self.stream_error = from_rpc(error)
-        finally:
-            call.cancel()
+    def _on_step(self, step: pods_pb2.StepTokens) -> None:
+        if step.HasField("error"):
+            self.stream_error = from_info(step.error)
+            return
+        self.steps.append(step)
+        for message in step.sequences:
+            received = self.received[message.sequence_id]
+            received.messages.append(message)
+            received.arrived.set()
 
     async def prefill(self, sequence: pods_pb2.SequenceSpec, lease_ms: int = LEASE_MS) -> pods_pb2.PrefillResponse:
         request = pods_pb2.PrefillRequest(sequence=sequence, lease_ms=lease_ms)

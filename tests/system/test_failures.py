@@ -133,7 +133,7 @@ async def test_14_a_stream_that_only_the_router_believes_in_is_opened_again(
 ) -> None:
     """The pod has cut off a router that stood still, and the router has a backlog to read before it sees the end."""
     async with running_stack(registry_url, tmp_path, prefill=prefill) as stack:
-        stack.pods.pods[-1].role.streams.clear()  # type: ignore[attr-defined]  # the decode role's own
+        stack.pods.pods[-1].role.tokens.streams.clear()  # type: ignore[attr-defined]  # the decode role's own
         request = long_running(20, 20)
         outcome = await stack.generate(request)
         assert_right(outcome, request)
