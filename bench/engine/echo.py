@@ -1,4 +1,4 @@
-"""One bare grpc.aio stream between two processes: the floor of any hop that carries a message an engine step.
+"""One bare connection of frames between two processes: the floor of any hop that carries a message an engine step.
 
     python -m bench.engine.echo [--messages 150] [--every-ms 20]    prints its port, serves one stream
     python -m bench.engine.echo --read PORT
@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from typing import Any
 
-import grpc
-import grpc.aio
 import uvloop
 
 from bench.arguments import positive
+from proto import pods_pb2
+from proto.frames import FrameConnection, connect
 
-SERVICE, METHOD = "bench.Echo", "Stream"
-PAYLOAD = bytes(512)  # 16 tokens with their sequences' ids
+MESSAGE = pods_pb2.StepTokens(epoch="x" * 512)  # as large as 16 tokens with their sequences' ids
 WARM_UP = 10
 
 
@@ -43,33 +41,28 @@ class Meter:
 
 
 async def serve(messages: int, every_s: float) -> None:
-    """Prints its port, serves one stream and ends."""
-    meter, served = Meter(), asyncio.Event()
-
-    async def stream(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        for _ in range(messages):
-            await asyncio.sleep(every_s)
-            await context.write(PAYLOAD)
-            meter.count()
-        served.set()
-
-    server = grpc.aio.server()
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(stream)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    print(port, flush=True)
-    await served.wait()
-    await server.stop(1.0)
+    """Prints its port, serves one connection and ends."""
+    meter, connected = Meter(), asyncio.Event()
+    connection = FrameConnection(pods_pb2.StepTokens, lambda _: connected.set(), max_bytes=1024)
+    server = await asyncio.get_running_loop().create_server(lambda: connection, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await connected.wait()
+    for _ in range(messages):
+        await asyncio.sleep(every_s)
+        connection.send(MESSAGE)
+        meter.count()
+    connection.close("done")
+    await connection.closed
+    server.close()
     print(meter.ms_per_message, flush=True)
 
 
 async def read(port: int) -> None:
     meter = Meter()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stream: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{SERVICE}/{METHOD}")
-        async for _ in stream(b""):
-            meter.count()
+    connection = FrameConnection(pods_pb2.StepTokens, lambda _: meter.count(), max_bytes=1024)
+    await connect(connection, f"127.0.0.1:{port}")
+    connection.send(pods_pb2.StepTokens())
+    await connection.closed
     print(meter.ms_per_message, flush=True)
 
 

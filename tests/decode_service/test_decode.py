@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from decode_service import stream as stream_module
-from decode_service.servicer import DecodeService
-from decode_service.token_server import TokenServer
 from pod.pod import Pod
 from proto import common_pb2, kv_pb2, pods_pb2
 from proto.errors import Cancelled, InvalidRequest, LayoutMismatch, LeaseExpired, Overloaded, PodUnavailable
 from proto.frames import HEADER
-from tests.support.cluster import Cluster, assert_idle
+from tests.support.cluster import Cluster, assert_idle, tokens_of
 from tests.support.pod_client import PodClient, right_answer, spec
 from tests.support.polling import until
 
@@ -368,11 +366,6 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(cluster: Cluste
     await drain
     await client.received[sequence.sequence_id].until_ended()
     assert client.received[sequence.sequence_id].token_ids == list(right_answer(sequence).output_ids)
-
-
-def tokens_of(pod: Pod) -> TokenServer:
-    assert isinstance(pod.role, DecodeService)
-    return pod.role.tokens
 
 
 def num_waiting(pod: Pod) -> int:

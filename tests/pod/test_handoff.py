@@ -15,7 +15,7 @@ from kvtransfer.backends.inproc import Fault, Faults, InprocBackend
 from pod.pod import Pod
 from proto import common_pb2, pods_pb2
 from proto.errors import LayoutMismatch, LeaseExpired, PdserveError, PeerLost, TransferFailed
-from tests.support.cluster import Cluster, assert_idle
+from tests.support.cluster import Cluster, assert_idle, tokens_of
 from tests.support.pod_client import PodClient, continued, generate, hand_over, right_answer, spec
 from tests.support.polling import until
 
@@ -203,7 +203,7 @@ async def test_5_the_end_of_the_stream_during_a_transfer(pair: Pair) -> None:
     await pair.hand_over(spec(range(50)))
     await until(lambda: bool(pair.faults.stalled))
     await pair.decode.close_stream()
-    await until(lambda: not pair.decode_pod.role.tokens.streams)  # type: ignore[attr-defined]  # the decode role's own
+    await until(lambda: not tokens_of(pair.decode_pod).streams)
     assert pair.num_reserved == 1
     pair.faults.land(0)
     await pair.assert_idle()

@@ -40,6 +40,7 @@ async def test_the_record_says_what_a_router_needs(cluster: Cluster, name: str, 
     record = await record_of(cluster, pod)
     assert (record.pod_id, record.epoch, record.role) == (pod.plan.pod_id, pod.plan.epoch, role)
     assert (record.state, record.address) == (POD_STATE_READY, pod.address)
+    assert record.token_address == ("" if role == ROLE_PREFILL else f"127.0.0.1:{pod.role.token_port}")
     assert (record.model_id, record.max_num_seqs) == ("fake", 7)
     assert record.max_model_len == 64 * 16 + 1  # the cache is smaller than the model's context
     assert record.layout == pod.plan.layout.to_proto()
@@ -112,6 +113,12 @@ async def test_a_runtime_dir_that_cannot_be_used_is_one_line(cluster: Cluster, t
     (tmp_path / "file").touch()
     with pytest.raises(StartupError, match="cannot set up shm transfers"):
         await cluster.start("decode", transfer_backend="shm", runtime_dir=tmp_path / "file")
+
+
+async def test_a_taken_token_port_is_one_line(cluster: Cluster) -> None:
+    taken = (await cluster.start("decode")).role.token_port
+    with pytest.raises(StartupError, match=f"--token-port {taken}: cannot listen on 127.0.0.1: .*in use.*; choose"):
+        await cluster.start("decode", token_port=taken)
 
 
 def resolved(**settings: object) -> PodPlan:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from proto import common_pb2
+from decode_service import stream
+from proto import common_pb2, inference_pb2
 from proto.errors import PodUnavailable
 from proto.settings import ConfigError
 from router.client import RouterClient
@@ -23,7 +24,7 @@ from router.settings import RouterSettings
 from router.snapshot import DECODE
 from tests.router.support import Outcome, Stack, long_running, running_router, until
 from tests.router.test_end_to_end import assert_right
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, tokens_of
 
 ROOT = Path(__file__).parents[2]
 START_S = 30.0
@@ -210,6 +211,34 @@ async def test_a_killed_router_leaves_nothing_on_the_pods(cluster: Cluster, kind
         await cluster.assert_idle()
     finally:
         await router.end()
+
+
+async def test_a_frozen_router_is_cut_off_and_comes_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections stay, and nobody reads them; the pod frees all of it, after 1.6 s here."""
+    monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
+    pod = await cluster.start("decode", fake_step_s=0.003)
+    router = await Process.start(
+        "router", model="fake", port=0, registry_url=cluster.registry_url, cluster=cluster.name
+    )
+    try:
+        async with RouterClient(router.ready["address"]) as client:
+            request, outcome = long_running(50, 900), Outcome()
+            answer = asyncio.create_task(read(client, request, outcome))
+            await until(lambda: len(outcome.token_ids) >= 5)
+            router.send(signal.SIGSTOP)
+            await cluster.assert_idle()
+            assert not tokens_of(pod).connections
+            router.send(signal.SIGCONT)
+            await answer
+        assert_right(outcome, request)
+        assert [bool(attempt.failure) for attempt in outcome.ledger.attempts] == [True, False]
+    finally:
+        await router.end()
+
+
+async def read(client: RouterClient, request: inference_pb2.GenerateRequest, outcome: Outcome) -> None:
+    async for response in client.generate(request):
+        outcome.responses.append(response)
 
 
 async def read_and_kill(client: RouterClient, outcome: Outcome, router: Process) -> None:

@@ -75,7 +75,7 @@ class Cluster:
         self.pods.remove(pod)
         await pod.registration.stop(remove=False)
         if isinstance(pod.role, DecodeService):
-            break_streams(pod.role.tokens)
+            break_streams(tokens_of(pod))
         await pod.server.grpc.stop(None)
         await pod.stop(PodUnavailable("killed"))
 
@@ -104,6 +104,11 @@ class Cluster:
         await asyncio.gather(*(client.close() for client in self._clients))
         await asyncio.gather(*(pod.stop() for pod in self.pods))
         self.pods.clear()
+
+
+def tokens_of(pod: Pod) -> TokenServer:
+    assert isinstance(pod.role, DecodeService)
+    return pod.role.tokens
 
 
 def break_streams(tokens: TokenServer) -> None:
