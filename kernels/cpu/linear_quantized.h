@@ -16,10 +16,11 @@ namespace {
 // Of one item. Its x stays in a cache: the first level, or the second beside panels that fill the first.
 constexpr int MAX_ROW_TILES = LANES == 16 ? 14 : 4;
 
-// Panels that a tile multiplies at once, with as many sums as 32 registers hold: each cell of x meets four of W. Memory
-// is also read faster in several places at once.
-constexpr int PANELS = LANES == 16 ? 4 : 1;
-constexpr CacheLevel INTO = PANELS > 1 ? SECOND_LEVEL : FIRST_LEVEL;  // what the next ones are fetched
+// Panels that a tile multiplies at once: of 32 registers, its sums take 12 as integers and 12 as floats. A row or two
+// wait for memory, which is read faster in several places at once.
+constexpr int tile_panels(int64_t rows) { return LANES < 16 ? 1 : rows <= 2 ? 4 : 2; }
+constexpr int MAX_PANELS = tile_panels(1);
+constexpr CacheLevel INTO = MAX_PANELS > 1 ? SECOND_LEVEL : FIRST_LEVEL;  // what the next ones are fetched
 
 // Adjoining panels.
 struct Panels {
@@ -34,13 +35,14 @@ struct Panels {
   Vec offset(int64_t i) const { return wide_offsets != nullptr ? load(wide_offsets + i) : load(narrow_offsets + i); }
 };
 
-template <int ROWS>
-using TileSums = VecInt[ROWS][PANELS][VECTORS];
+// Of vectors of integers, or of floats.
+template <class V, int ROWS, int PANELS>
+using Sums = V[ROWS][PANELS][VECTORS];
 
-// Adds the products of a step. x: cells [CELLS, ROWS].
-template <class Format, int ROWS>
-inline void multiply_step(const int32_t* x, const uint8_t* step, int64_t panel_bytes, TileSums<ROWS>& acc) {
-  for (int j = 0; j < Format::CELLS; j++, x += ROWS) {
+// Adds the products of a step. x: its cells of the first row; a group's cells lie between rows.
+template <class Format, int ROWS, int PANELS>
+inline void multiply_step(const int32_t* x, const uint8_t* step, int64_t panel_bytes, Sums<VecInt, ROWS, PANELS>& acc) {
+  for (int j = 0; j < Format::CELLS; j++) {
     VecInt rows[PANELS][VECTORS];
     for (int p = 0; p < PANELS; p++)
       for (int v = 0; v < VECTORS; v++) {
@@ -49,7 +51,7 @@ inline void multiply_step(const int32_t* x, const uint8_t* step, int64_t panel_b
       }
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-      VecInt columns = fill_int(x[r]);
+      VecInt columns = fill_int(x[r * QuantizedRows<Format>::GROUP_CELLS + j]);
       KEEP_IN_REGISTER(columns);
       for (int p = 0; p < PANELS; p++)
         for (int v = 0; v < VECTORS; v++) {
@@ -64,8 +66,9 @@ inline void multiply_step(const int32_t* x, const uint8_t* step, int64_t panel_b
 enum class Scaling { BY_ROW, BY_GROUP, WITH_OFFSETS };
 
 // sums[r][p] += what integers of group g of x and of W stand for.
-template <class Format, int ROWS, Scaling SCALING>
-inline void add_group(const TileSums<ROWS>& acc, const XGroup& x, const Panels& panels, int64_t g, float* sums) {
+template <class Format, Scaling SCALING, int ROWS, int PANELS>
+inline void add_group(const Sums<VecInt, ROWS, PANELS>& acc, const XGroup& x, const Panels& panels, int64_t g,
+                      Sums<Vec, ROWS, PANELS>& sums) {
 #pragma GCC unroll 16
   for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 16
@@ -75,27 +78,24 @@ inline void add_group(const TileSums<ROWS>& acc, const XGroup& x, const Panels& 
       const Vec offset = SCALING == Scaling::WITH_OFFSETS ? panels.offset(at) : Vec{};
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
-        float* to = sums + (r * PANELS + p) * PANEL + v * LANES;
-        Vec sum = load(to) + __builtin_convertvector(Format::end(acc[r][p][v]), Vec) * (scale * x.scales[r]);
+        Vec& sum = sums[r][p][v];
+        sum += __builtin_convertvector(Format::end(acc[r][p][v]), Vec) * (scale * x.scales[r]);
         if (SCALING == Scaling::WITH_OFFSETS) sum += x.totals[r] * offset;
-        store(to, sum);
       }
     }
 }
 
-// sums[r][p] = rows of panel p times row r of x's tile that begins with row `first`.
-template <class Format, int ROWS>
+// out[r][p] = rows of panel p times row r of x's tile that begins with row `first`.
+template <class Format, int ROWS, int PANELS>
 __attribute__((noinline))  // else all numbers of rows share one function, which has too few registers: half the speed
-void multiply_tile(const QuantizedRows<Format>& x, int64_t first, const Panels& panels, Fetch fetch, float* sums) {
+void multiply_tile(const QuantizedRows<Format>& x, int64_t first, const Panels& panels, Fetch fetch, float* out) {
   constexpr int64_t GROUP_STEPS = GROUP / STEP_COLUMNS;
-  const int32_t* cells = x.cells + first * x.row_cells();
   const uint8_t* step = panels.steps;
-  Vec zero = {};
-  KEEP_IN_REGISTER(zero);  // else this becomes a string instruction, which takes longer
-  for (int i = 0; i < ROWS * PANELS * PANEL; i += LANES) store(sums + i, zero);
+  Sums<Vec, ROWS, PANELS> sums = {};
   for (int64_t g = 0; g < x.groups; g++) {
     const XGroup group = x.group(first, ROWS, g);
-    TileSums<ROWS> acc;
+    const int32_t* cells = group.cells;
+    Sums<VecInt, ROWS, PANELS> acc;
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
       for (int p = 0; p < PANELS; p++)
@@ -103,18 +103,23 @@ void multiply_tile(const QuantizedRows<Format>& x, int64_t first, const Panels& 
     for (int64_t s = min(GROUP_STEPS, x.steps - g * GROUP_STEPS); s > 0; s--) {
       for (int p = 1; p < PANELS; p++) fetch.touch<Format::STEP_BYTES, INTO>(p * panels.bytes);
       fetch.advance<Format::STEP_BYTES, INTO>();
-      multiply_step<Format, ROWS>(cells, step, panels.bytes, acc);
-      cells += Format::CELLS * ROWS, step += Format::STEP_BYTES;
+      multiply_step<Format>(cells, step, panels.bytes, acc);
+      cells += Format::CELLS, step += Format::STEP_BYTES;
     }
-    asm volatile("" ::: "memory");  // else sums stay in registers, which those of products need
     if (panels.has_offsets()) {
-      add_group<Format, ROWS, Scaling::WITH_OFFSETS>(acc, group, panels, g, sums);
+      add_group<Format, Scaling::WITH_OFFSETS>(acc, group, panels, g, sums);
     } else if (panels.scales != nullptr) {
-      add_group<Format, ROWS, Scaling::BY_GROUP>(acc, group, panels, g, sums);
+      add_group<Format, Scaling::BY_GROUP>(acc, group, panels, g, sums);
     } else {
-      add_group<Format, ROWS, Scaling::BY_ROW>(acc, group, panels, g, sums);
+      add_group<Format, Scaling::BY_ROW>(acc, group, panels, g, sums);
     }
   }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 16
+      for (int v = 0; v < VECTORS; v++) store(out + (r * PANELS + p) * PANEL + v * LANES, sums[r][p][v]);
 }
 
 // One call: X are the elements of x, of the bias and of the output.
@@ -141,11 +146,13 @@ struct QuantizedLinear {
 
   // Panels that are left over go one at a time, as if each were several.
   void multiply_run(const Rows& packed, const PanelRun& run, int64_t first) const {
+    const int64_t several = tile_panels(packed.tile_begin(1));  // alike for all tiles of a block
     for (int64_t p = run.begin, count; p < run.end; p += count) {
-      count = run.end - p < PANELS ? 1 : PANELS;
+      count = run.end - p < several ? 1 : several;
       Panels panels = panels_from(run.matrix, p);
-      if (count < PANELS) panels.bytes = panels.values = 0;
-      multiply_panels(packed, panels, run, p, count, first);
+      const char* next = reinterpret_cast<const char*>(panels.steps) + several * panels.bytes;
+      if (count < several) panels.bytes = panels.values = 0;
+      multiply_panels(packed, panels, next, run, p, count, first);
     }
   }
 
@@ -166,29 +173,41 @@ struct QuantizedLinear {
     };
   }
 
-  // The run's `count` panels from `begin` on. Each tile fetches a share of those after them.
-  void multiply_panels(const Rows& packed, const Panels& panels, const PanelRun& run, int64_t begin, int64_t count,
-                       int64_t first) const {
-    const char* next = reinterpret_cast<const char*>(panels.steps) + PANELS * panels.bytes;
+  // The run's `count` panels from `begin` on. Each tile fetches a share of those after them, from `next` on.
+  void multiply_panels(const Rows& packed, const Panels& panels, const char* next, const PanelRun& run, int64_t begin,
+                       int64_t count, int64_t first) const {
     for (int64_t t = 0; t < packed.tiles; t++) {
       const int64_t tile = packed.tile_begin(t), width = packed.tile_begin(t + 1) - tile;
-      alignas(64) float sums[ROW_TILE * PANELS * PANEL];
+      alignas(64) float sums[ROW_TILE * tile_panels(ROW_TILE) * PANEL];
       const Fetch fetch{next + panels.bytes * t / packed.tiles, Format::STEP_BYTES / packed.tiles};
-      with_constant<ROW_TILE>(
-          width, [&](auto rows) { multiply_tile<Format, decltype(rows)::value>(packed, tile, panels, fetch, sums); });
-      for (int64_t p = 0; p < count; p++)
-        store_panel(run, begin + p, sums + p * PANEL, first + tile, width);
+      with_constant<ROW_TILE>(width, [&](auto rows) {
+        constexpr int ROWS = decltype(rows)::value, PANELS = tile_panels(ROWS);
+        fetch_output(first + tile, ROWS, run.column + (begin - run.begin) * PANEL, PANELS * PANEL);
+        multiply_tile<Format, ROWS, PANELS>(packed, tile, panels, fetch, sums);
+        for (int64_t p = 0; p < count; p++)
+          store_panel(run, begin + p, sums + p * PANEL, PANELS * PANEL, first + tile, ROWS);
+      });
+    }
+  }
+
+  // Else the stores would wait for their lines of memory.
+  void fetch_output(int64_t row, int64_t rows, int64_t column, int64_t columns) const {
+    for (int64_t r = row; r < row + rows; r++) {
+      const X* to = out + r * plan.columns + column;
+      __builtin_prefetch(to, 1);
+      __builtin_prefetch(to + columns - 1, 1);
     }
   }
 
   // One panel's sums to `width` rows of the output.
-  void store_panel(const PanelRun& run, int64_t panel, const float* sums, int64_t row, int64_t width) const {
+  void store_panel(const PanelRun& run, int64_t panel, const float* sums, int64_t stride, int64_t row,
+                   int64_t width) const {
     const int64_t column = run.column + (panel - run.begin) * PANEL;
     for_vectors(run.columns(panel), [&](int64_t i, int64_t n) {
       const Vec scale = load(run.matrix.row_scales + panel * PANEL + i);
       const Vec shift = bias == nullptr ? Vec{} : load_some(bias + column + i, n);
       for (int64_t r = 0; r < width; r++)
-        store_some(out + (row + r) * plan.columns + column + i, load(sums + r * PANELS * PANEL + i) * scale + shift, n);
+        store_some(out + (row + r) * plan.columns + column + i, load(sums + r * stride + i) * scale + shift, n);
     });
   }
 };
@@ -199,7 +218,7 @@ void multiply_quantized(const void* x, int64_t x_stride, int64_t rows, const Wei
   using Call = QuantizedLinear<X, Format>;
   if (rows == 0) return;
   const Call call{static_cast<const X*>(x), x_stride, static_cast<const X*>(bias), static_cast<X*>(out),
-                  PanelPlan(weights, rows, Call::most_rows(weights.depth), PANELS, threads)};
+                  PanelPlan(weights, rows, Call::most_rows(weights.depth), MAX_PANELS, threads)};
   parallel_for_with<typename Call::Rows>(call.plan.items(), threads,
                                          [&](auto& packed, int64_t item) { call.compute(packed, item); });
 }

@@ -74,6 +74,7 @@ inline VecInt combined_lanes(const VecInt* v, const Combine& combine) {
 
 // What the integers of a group of columns stand for, of each row of a tile.
 struct XGroup {
+  const int32_t* cells;  // [rows, GROUP_CELLS]
   const float* scales;
   const float* totals;    // sums of the columns, in x's own units
   const int32_t* starts;  // what sums of products begin with
@@ -87,7 +88,7 @@ struct QuantizedRows {
 
   int64_t index = -1;                   // of the block of x that is packed
   int64_t count, tiles, groups, steps;  // rows, and tiles of them; groups and steps of a row
-  alignas(64) int32_t cells[ROW_ELEMENTS / CELL_COLUMNS];  // of each tile [cells, its rows]
+  alignas(64) int32_t cells[ROW_ELEMENTS / CELL_COLUMNS];  // of each tile [groups, its rows, GROUP_CELLS]
   float scales[ROW_ELEMENTS / GROUP + LANES];              // of each tile [groups, its rows]
   float totals[ROW_ELEMENTS / GROUP + LANES];              // likewise
   int32_t starts[ROW_ELEMENTS / GROUP + LANES];            // likewise
@@ -97,11 +98,10 @@ struct QuantizedRows {
   QuantizedRows() {}  // leaves its memory as it is
 
   int64_t tile_begin(int64_t t) const { return count * t / tiles; }
-  int64_t row_cells() const { return steps * (STEP_COLUMNS / CELL_COLUMNS); }
 
   XGroup group(int64_t first_of_tile, int64_t width, int64_t g) const {
     const int64_t at = first_of_tile * groups + g * width;
-    return {scales + at, totals + at, starts + at};
+    return {cells + at * GROUP_CELLS, scales + at, totals + at, starts + at};
   }
 
   // Takes in block `which` of x: `rows` <= max_rows(depth) of them. middle: what is subtracted of each integer of W.
@@ -116,12 +116,11 @@ struct QuantizedRows {
   }
 
  private:
-  // One row's columns of a group, and where its cells go.
+  // One row's columns of a group.
   template <class X>
   struct Piece {
     const X* x;
     int64_t columns;
-    int32_t* cells;
   };
 
   // LANES pieces at a time: what is done once a group then takes a lane, not a vector.
@@ -132,17 +131,16 @@ struct QuantizedRows {
       Piece<X> pieces[LANES];
       const int64_t n = min(LANES, groups * width - i);
       for (int64_t j = 0; j < n; j++) {
-        pieces[j] = {x + r * x_stride + g * GROUP, depth - g * GROUP,
-                     cells + begin * row_cells() + g * GROUP_CELLS * width + r};
+        pieces[j] = {x + r * x_stride + g * GROUP, depth - g * GROUP};
         if (++r == width) r = 0, g++;
       }
-      quantize(pieces, n, width, begin * groups + i, middle);
+      quantize(pieces, n, begin * groups + i, middle);
     }
   }
 
-  // Whole groups are written: what lies past a tile's last one is the next tile's, which is written later.
+  // Whole vectors are written: what lies past a tile's last one is the next tile's, which is written later.
   template <class X>
-  void quantize(const Piece<X>* pieces, int64_t n, int64_t width, int64_t at, int32_t middle) {
+  void quantize(const Piece<X>* pieces, int64_t n, int64_t at, int32_t middle) {
     const Vec ranges = ranges_of(pieces, n);
     alignas(64) float inverses[LANES];
     store(inverses, ranges > SMALLEST_VALUE ? LARGEST / ranges : Vec{});
@@ -161,10 +159,7 @@ struct QuantizedRows {
         nearest[i] = Format::in_order(nearest[i]);
       }
       sums[j] = sum;
-      alignas(64) Value narrow[GROUP];
-      store_narrow(narrow, nearest);
-      for (int i = 0; i < GROUP_CELLS; i++)
-        __builtin_memcpy(pieces[j].cells + i * width, narrow + i * CELL_COLUMNS, sizeof(int32_t));
+      store_narrow(reinterpret_cast<Value*>(cells + (at + j) * GROUP_CELLS), nearest);
     }
     const VecInt total = combined_lanes(sums, [](VecInt a, VecInt b) { return a + b; });
     const Vec scale = ranges < SMALLEST_VALUE ? Vec{} : ranges / LARGEST;  // NaN for NaN: no result is finite
