@@ -23,7 +23,8 @@ class BlockQueue:
 
     def notify(self) -> None:
         """Blocks may have become free."""
-        self._freed.set()
+        if self.num_waiting:
+            self._freed.set()
 
     async def reserve(self, spec: SequenceSpec, wait_s: float) -> Reservation:
         """Raises TimeoutError after `wait_s` without blocks, ValueError when the sequence can never fit."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from decode_service.table import Entry
 from engine.batch import TokenEvent
-from pod.messages import FINISH_REASONS, token_output
+from pod.messages import FINISH_REASONS, describe_token
 from proto import pods_pb2
 
 
 def add_event(message: pods_pb2.SequenceTokens, entry: Entry, event: TokenEvent) -> None:
     """Adds `event` to its sequence's news; with timings and cached tokens when it is the sequence's first."""
-    message.tokens.append(token_output(event.token))
+    describe_token(message.tokens.add(), event.token)
     if event.finish_reason is not None:
         message.finish_reason = FINISH_REASONS[event.finish_reason]
         message.num_preemptions = event.num_preemptions

@@ -13,11 +13,13 @@ FINISH_REASONS: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
 }
 
 
-def token_output(token: SampledToken) -> common_pb2.TokenOutput:
-    if not token.top:
-        return common_pb2.TokenOutput(token_id=token.token_id, logprob=token.logprob)
-    top = (common_pb2.TopLogprob(token_id=t.token_id, logprob=t.logprob) for t in token.top)
-    return common_pb2.TokenOutput(token_id=token.token_id, logprob=token.logprob, top_logprobs=top)
+def describe_token(message: common_pb2.TokenOutput, token: SampledToken) -> None:
+    """Fills an empty message in, which takes less than making one and copying it to where it belongs."""
+    message.token_id = token.token_id
+    if token.logprob is not None:
+        message.logprob = token.logprob
+    for top in token.top:
+        message.top_logprobs.add(token_id=top.token_id, logprob=top.logprob)
 
 
 def pod_load(load: EngineLoad, *, num_leases: int, num_credits: int, num_transfers: int) -> registry_pb2.PodLoad:

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.batch import TokenEvent
+from proto.counters import PlainCounter, PlainHistogram
 from proto.registry_pb2 import PodLoad
 
 STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -49,13 +50,13 @@ class PodMetrics:
     def __init__(self, load: Callable[[], PodLoad]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_LoadCollector(load))
-        self.step_s = Histogram("pdserve_step_seconds", "engine step", buckets=STEP_BUCKETS_S, registry=self.registry)
+        self.step_s = PlainHistogram("pdserve_step_seconds", "engine step", STEP_BUCKETS_S, self.registry)
         self.transfer_s = Histogram(
             "pdserve_transfer_seconds", "one hand-off's transfer", buckets=TRANSFER_BUCKETS_S, registry=self.registry
         )
         self.transfer_bytes = Counter("pdserve_transfer_bytes", "KV bytes pulled", registry=self.registry)
         self.failed = Counter("pdserve_sequences_failed", "by error", ["error"], registry=self.registry)
-        self.tokens = Counter("pdserve_tokens", "sampled tokens", registry=self.registry)
+        self.tokens = PlainCounter("pdserve_tokens", "sampled tokens", self.registry)
         self.cached_tokens = Counter("pdserve_cached_tokens", "prompt tokens found in cache", registry=self.registry)
         self.finished = Counter("pdserve_sequences_finished", "by reason", ["reason"], registry=self.registry)
         self.preemptions = Counter("pdserve_preemptions", "preempted sequences", registry=self.registry)
@@ -66,7 +67,7 @@ class PodMetrics:
         )
 
     def on_events(self, events: list[TokenEvent]) -> None:
-        self.tokens.inc(len(events))
+        self.tokens.value += len(events)
         for event in events:
             if event.finish_reason is not None:
                 self.finished.labels(event.finish_reason.value).inc()

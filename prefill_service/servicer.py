@@ -13,7 +13,7 @@ import grpc.aio
 
 from engine.batch import EngineLoad, HeldBlocks, TokenEvent
 from engine.sequence import SequenceSpec
-from pod.messages import FINISH_REASONS, token_output
+from pod.messages import FINISH_REASONS, describe_token
 from pod.role import Owed, PodContext
 from pod.rpc import Context, rpc
 from pod.spec import cannot_run, check_duration_ms, parse_spec
@@ -69,13 +69,13 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
             raise cannot_run(spec, error) from None
         event = await entry.first_token
         response = pods_pb2.PrefillResponse(
-            first_token=token_output(event.token),
             finish_reason=FINISH_REASONS[event.finish_reason],
             num_cached_tokens=event.num_cached,
             queue_s=event.first_scheduled_at - event.arrived_at,
             compute_s=event.at - event.first_scheduled_at,
             epoch=self._pod.plan.epoch,
         )
+        describe_token(response.first_token, event.token)
         self._pod.metrics.cached_tokens.inc(event.num_cached)
         if event.finish_reason is None:
             held = await self._pod.engine.call(lambda core: core.held(spec.sequence_id))

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
-HEADER = struct.Struct(">I")
+HEADER_BYTES = 4
 CLOSE_S = 1.0  # how long the peer may take to read what was written before close()
 
 Received = TypeVar("Received", bound=Message)
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
 
 
 class FrameConnection(asyncio.Protocol, Generic[Received]):
@@ -53,8 +56,7 @@ class FrameConnection(asyncio.Protocol, Generic[Received]):
     def send(self, message: Message) -> None:
         """Does nothing once the connection has ended: whoever cares awaits `closed`."""
         if self.is_open and self._transport is not None:
-            payload = message.SerializeToString()
-            self._transport.write(HEADER.pack(len(payload)) + payload)
+            self._transport.write(frame(message.SerializeToString()))
 
     def close(self, why: str) -> None:
         """What was sent still goes out, within CLOSE_S; nothing is received any more. Idempotent."""
@@ -90,7 +92,7 @@ class FrameConnection(asyncio.Protocol, Generic[Received]):
             self._part.clear()
         begin, end = 0, self._frame_end(data, 0)
         while end <= len(data) and self.is_open:
-            self._parse(data[begin + HEADER.size : end])
+            self._parse(data[begin + HEADER_BYTES : end])
             begin, end = end, self._frame_end(data, end)
         if self.is_open and begin < len(data):
             self._part += data[begin:]
@@ -98,12 +100,12 @@ class FrameConnection(asyncio.Protocol, Generic[Received]):
 
     def _frame_end(self, data: bytes, begin: int) -> int:
         """Of the frame at `begin`: past the end of `data` when that is not all of it. Aborts if it is too large."""
-        if len(data) < begin + HEADER.size:
-            return begin + HEADER.size
-        (size,) = HEADER.unpack_from(data, begin)
+        if len(data) < begin + HEADER_BYTES:
+            return begin + HEADER_BYTES
+        size = int.from_bytes(data[begin : begin + HEADER_BYTES], "big")
         if size > self._max_bytes:
             self.abort(f"a frame of {size} bytes: must be at most {self._max_bytes}")
-        return begin + HEADER.size + int(size)
+        return begin + HEADER_BYTES + size
 
     def _parse(self, payload: bytes) -> None:
         try:

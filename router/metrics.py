@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter as Count
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from proto.counters import PlainCounter, PlainHistogram
 from router.ledger import Ledger
 from router.snapshot import PREFILL, Snapshot
 
@@ -43,33 +42,6 @@ class _StateCollector(Collector):
         yield pods
 
 
-class StreamCollector(Collector):
-    """What is counted for every token: plain numbers, since the client library's take a lock and several microseconds.
-
-    Written on the event loop alone; a scrape reads them there too.
-    """
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self._num_gaps = [0] * (len(ITL_BUCKETS_S) + 1)  # by bucket, the last one without a bound
-        self._sum_s = 0.0
-
-    def gap(self, seconds: float) -> None:
-        """Between two messages of one request."""
-        self._num_gaps[bisect_left(ITL_BUCKETS_S, seconds)] += 1
-        self._sum_s += seconds
-
-    def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
-        yield CounterMetricFamily("pdserve_router_tokens", "tokens given to clients", value=self.num_tokens)
-        bounds = [*map(str, ITL_BUCKETS_S), "+Inf"]
-        yield HistogramMetricFamily(
-            "pdserve_router_itl_seconds",
-            "gap between token messages",
-            buckets=list(zip(bounds, accumulate(self._num_gaps), strict=True)),
-            sum_value=self._sum_s,
-        )
-
-
 class RouterMetrics:
     def __init__(self, states: Callable[[], Iterable[str]], snapshot: Callable[[], Snapshot]) -> None:
         """`states` yields each live request's state."""
@@ -83,8 +55,10 @@ class RouterMetrics:
             buckets=TTFT_BUCKETS_S,
             registry=self.registry,
         )
-        self.stream = StreamCollector()
-        self.registry.register(self.stream)
+        self.tokens = PlainCounter("pdserve_router_tokens", "tokens given to clients", self.registry)
+        self.itl_s = PlainHistogram(
+            "pdserve_router_itl_seconds", "gap between token messages", ITL_BUCKETS_S, self.registry
+        )
 
     def ended(self, outcome: str, ledger: Ledger) -> None:
         self.requests.labels(outcome).inc()

@@ -311,8 +311,8 @@ class Request:
         if self._sent_at is None:
             self._ledger.first_token(now)
         else:
-            self._services.metrics.stream.gap(now - self._sent_at)
-        self._services.metrics.stream.num_tokens += num_tokens
+            self._services.metrics.itl_s.observe(now - self._sent_at)
+        self._services.metrics.tokens.value += num_tokens
         self._sent_at = now
 
 

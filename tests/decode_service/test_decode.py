@@ -12,7 +12,7 @@ from decode_service import stream as stream_module
 from pod.pod import Pod
 from proto import common_pb2, kv_pb2, pods_pb2
 from proto.errors import Cancelled, InvalidRequest, LayoutMismatch, LeaseExpired, Overloaded, PodUnavailable
-from proto.frames import HEADER
+from proto.frames import frame
 from tests.support.cluster import Cluster, assert_idle, tokens_of
 from tests.support.pod_client import PodClient, right_answer, spec
 from tests.support.polling import until
@@ -327,7 +327,7 @@ async def test_a_reader_that_never_reads_is_dropped(cluster: Cluster, monkeypatc
     client, tokens = cluster.client(pod), tokens_of(pod)
     hello = pods_pb2.StreamTokensRequest(router_id=client.router_id, epoch=pod.plan.epoch).SerializeToString()
     with socket.create_connection(("127.0.0.1", tokens.port)) as never_reads:
-        never_reads.sendall(HEADER.pack(len(hello)) + hello)
+        never_reads.sendall(frame(hello))
         await until(lambda: client.router_id in tokens.streams)
         stream = tokens.stream_of(client.router_id)
         stream.connection._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # type: ignore[union-attr]  # connected

@@ -14,7 +14,7 @@ from decode_service import stream as stream_module
 from decode_service.stream import HEARTBEAT_S, TokenStream
 from proto import common_pb2, pods_pb2
 from proto.errors import PodUnavailable, from_info
-from proto.frames import HEADER
+from proto.frames import HEADER_BYTES, frame
 
 EPOCH = "epoch"
 HELLO = pods_pb2.StreamTokensRequest(router_id="router", epoch=EPOCH)
@@ -29,8 +29,9 @@ class Wire:
         self.is_closed = False
 
     def write(self, data: bytes) -> None:
-        assert HEADER.unpack(data[: HEADER.size]) == (len(data) - HEADER.size,), "one frame a write"
-        self.messages.append(pods_pb2.StepTokens.FromString(data[HEADER.size :]))
+        payload = data[HEADER_BYTES:]
+        assert data == frame(payload), "one frame a write"
+        self.messages.append(pods_pb2.StepTokens.FromString(payload))
 
     def close(self) -> None:
         self.is_closed = True
@@ -60,8 +61,7 @@ class Router:
         self.num_ends += 1
 
     def say(self, message: pods_pb2.StreamTokensRequest) -> None:
-        payload = message.SerializeToString()
-        self.stream.connection.data_received(HEADER.pack(len(payload)) + payload)
+        self.stream.connection.data_received(frame(message.SerializeToString()))
 
     def take(self) -> list[pods_pb2.StepTokens]:
         """The messages since the last call."""

@@ -13,7 +13,7 @@ from decode_service.stream import MAX_HELLO_BYTES, TokenStream
 from decode_service.token_server import TokenServer
 from proto import pods_pb2
 from proto.errors import InvalidRequest, PdserveError, PodUnavailable, from_info
-from proto.frames import HEADER, FrameConnection, connect
+from proto.frames import HEADER_BYTES, FrameConnection, connect, frame
 from proto.service import MAX_MESSAGE_BYTES
 
 EPOCH = "epoch-1"
@@ -132,8 +132,8 @@ async def test_who_is_refused_hears_why(
     ("junk", "message"),
     [
         (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", "a frame of 1195725856 bytes: must be at most"),
-        (HEADER.pack(MAX_HELLO_BYTES + 1), "a frame of 4097 bytes"),
-        (HEADER.pack(4) + b"\xff\xff\xff\xff", "that is no StreamTokensRequest"),
+        ((MAX_HELLO_BYTES + 1).to_bytes(HEADER_BYTES, "big"), "a frame of 4097 bytes"),
+        (frame(b"\xff\xff\xff\xff"), "that is no StreamTokensRequest"),
         (b"\x00", "the peer ended the connection"),
         (b"", "the peer ended the connection"),
     ],

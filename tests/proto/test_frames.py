@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from proto import pods_pb2
-from proto.frames import CLOSE_S, HEADER, FrameConnection, connect
+from proto.frames import CLOSE_S, HEADER_BYTES, FrameConnection, connect, frame
 
 WAIT_S = 5.0
 MAX_BYTES = 1000
@@ -22,9 +22,12 @@ def hello(name: str) -> pods_pb2.StreamTokensRequest:
     return pods_pb2.StreamTokensRequest(router_id=name)
 
 
-def frame(message: pods_pb2.StreamTokensRequest) -> bytes:
-    payload = message.SerializeToString()
-    return HEADER.pack(len(payload)) + payload
+def framed(message: pods_pb2.StreamTokensRequest) -> bytes:
+    return frame(message.SerializeToString())
+
+
+def header(size: int) -> bytes:
+    return size.to_bytes(HEADER_BYTES, "big")
 
 
 class End:
@@ -104,14 +107,14 @@ async def test_messages_both_ways_in_order(pair: tuple[End, Served]) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64])
 async def test_frames_in_parts(served: Served, raw: asyncio.StreamWriter, size: int) -> None:
     messages = [hello("a"), BEAT, hello("b" * 150), BEAT, BEAT, hello("c")]
-    data = b"".join(map(frame, messages))
+    data = b"".join(map(framed, messages))
     for start in range(0, len(data), size):
         served.connection.data_received(data[start : start + size])
     assert served.received == messages
 
 
 async def test_a_part_waits_for_its_rest(served: Served, raw: asyncio.StreamWriter) -> None:
-    data = frame(hello("whole")) + frame(hello("half"))
+    data = framed(hello("whole")) + framed(hello("half"))
     raw.write(data[:-3])
     await until(lambda: served.received == [hello("whole")])
     raw.write(data[-3:])
@@ -121,9 +124,9 @@ async def test_a_part_waits_for_its_rest(served: Served, raw: asyncio.StreamWrit
 async def test_the_largest_frame_and_one_byte_more(served: Served, raw: asyncio.StreamWriter) -> None:
     largest = hello("x" * (MAX_BYTES - 3))
     assert largest.ByteSize() == MAX_BYTES
-    raw.write(frame(largest))
+    raw.write(framed(largest))
     await until(lambda: served.received == [largest])
-    raw.write(HEADER.pack(MAX_BYTES + 1))
+    raw.write(header(MAX_BYTES + 1))
     assert await served.why() == "a frame of 1001 bytes: must be at most 1000"
 
 
@@ -131,11 +134,11 @@ async def test_the_largest_frame_and_one_byte_more(served: Served, raw: asyncio.
     ("junk", "message"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes"),
-        (HEADER.pack(3) + b"\xff\xff\xff" + frame(hello("after")), "a frame of 3 bytes that is no StreamTokensRequest"),
+        (frame(b"\xff\xff\xff") + framed(hello("after")), "a frame of 3 bytes that is no StreamTokensRequest"),
     ],
 )
 async def test_junk_ends_it(served: Served, raw: asyncio.StreamWriter, junk: bytes, message: str) -> None:
-    raw.write(frame(hello("before")) + junk)
+    raw.write(framed(hello("before")) + junk)
     assert message in await served.why()
     assert served.received == [hello("before")]
     assert not served.connection.is_open
@@ -165,7 +168,7 @@ async def test_an_aborted_one_delivers_nothing_more(pair: tuple[End, Served]) ->
 async def test_messages_of_one_read_after_the_end_are_dropped(pair: tuple[End, Served]) -> None:
     ours, theirs = pair
     theirs.connection._on_message = lambda message: theirs.connection.abort(message.router_id)
-    theirs.connection.data_received(frame(hello("first")) + frame(hello("second")))
+    theirs.connection.data_received(framed(hello("first")) + framed(hello("second")))
     assert await theirs.why() == "first"
     await ours.why()
 

@@ -10,7 +10,7 @@ import pytest
 
 from proto import common_pb2, pods_pb2
 from proto.errors import Overloaded, PodUnavailable
-from proto.frames import HEADER, FrameConnection
+from proto.frames import FrameConnection, frame
 from router import token_stream
 from router.failures import PodLost
 from router.token_stream import SequenceStream, StreamReader
@@ -176,7 +176,7 @@ async def test_why_it_broke_is_told_to_all_and_another_is_opened(
     stream = reading.reader.open("a")
     if isinstance(message, bytes):
         assert pod.last._transport is not None
-        pod.last._transport.write(HEADER.pack(len(message)) + message)
+        pod.last._transport.write(frame(message))
     elif message is not None:
         pod.last.send(message)
     else:
