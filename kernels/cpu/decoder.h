@@ -95,10 +95,10 @@ struct DecoderStep {
     return heads;
   }
 
-  void gate(const Stage& stage, int64_t rows) const {
-    const int64_t inner = stage.second.weights.depth;
-    const auto activate_and_multiply = stage.activation == GELU_TANH ? gelu_mul<T> : silu_mul<T>;
-    activate_and_multiply(work.wide, 2 * inner, work.narrow, rows, inner, threads);
+  void multiply_gated(const Stage& stage, int64_t rows) const {
+    const Weights& weights = stage.first.weights;
+    gated_linear<T>(work.normed, weights.depth, rows, weights, stage.first.bias, stage.activation, work.wide,
+                    work.narrow, threads);
   }
 
   // The first stage's input: a residual stream of embeddings, and nothing to add to it.
@@ -145,11 +145,11 @@ struct DecoderStep {
     for (int64_t s = first; s < last; s++, from = out) {
       const Stage& stage = decoder.stages[s];
       enter(stage, step.tokens, delta_of(from), residual_of(from), residual_of(out));
-      multiply(work.normed, step.tokens, stage.first, work.wide);
       if (stage.attention != nullptr) {
+        multiply(work.normed, step.tokens, stage.first, work.wide);
         attend(stage, caches[s / 2]);
       } else {
-        gate(stage, step.tokens);
+        multiply_gated(stage, step.tokens);
       }
       multiply(work.narrow, step.tokens, stage.second, delta_of(out));
     }
@@ -168,8 +168,7 @@ struct DecoderStep {
     multiply(work.wide, step.samples, attention.second, delta_of(sampled));
 
     enter(feed_forward, step.samples, delta_of(sampled), residual_of(sampled), residual_of(sampled));
-    multiply(work.normed, step.samples, feed_forward.first, work.wide);
-    gate(feed_forward, step.samples);
+    multiply_gated(feed_forward, step.samples);
     multiply(work.narrow, step.samples, feed_forward.second, delta_of(sampled));
     return sampled;
   }

@@ -1,6 +1,7 @@
 // All CPU kernels for one instruction set. build.py compiles this file once for each, with -DISA=<name>.
 #include "block_copy.h"
 #include "decoder.h"
+#include "gates.h"
 #include "linear.h"
 #include "ops.h"
 #include "paged_decode.h"

@@ -37,4 +37,20 @@ int64_t linear(const void* x, int64_t x_stride, int64_t rows, const Weights& wei
   return OK;
 }
 
+// out = activation(gate) * up, which are the halves of x W^T + bias, made in `wide` where they cannot be made together.
+template <class X>
+void gated_linear(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias,
+                  Activation activation, void* wide, void* out, int threads) {
+  const bool quantized = weights.dtype == INT8 || weights.dtype == INT4;
+  if (!quantized && is_gate_and_up(weights)) {
+    const auto run = weights.dtype == BFLOAT16 ? multiply_gated<X, typename BlockOf<X, bf16>::Block>
+                                               : multiply_gated<X, typename BlockOf<X, float>::Block>;
+    return run(x, x_stride, rows, weights, bias, activation, out, threads);
+  }
+  int64_t columns = 0;
+  for (int64_t i = 0; i < weights.count; i++) columns += weights.matrices[i].rows;
+  linear<X>(x, x_stride, rows, weights, bias, wide, threads);
+  gate_rows<X>(wide, columns, activation, out, rows, columns / 2, threads);
+}
+
 }  // namespace

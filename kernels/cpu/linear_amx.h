@@ -19,6 +19,8 @@ static_assert(PANEL == TILE_ROWS && PAIR * LANES == TILE_COLUMNS, "a tile is a p
 
 // Rows of x against any panels. A thread keeps it while it multiplies.
 class AmxBlock {
+  static constexpr int64_t MAX_X_TILES = 8;
+
  public:
   int64_t index = -1;  // which rows of x these are
 
@@ -29,6 +31,7 @@ class AmxBlock {
     return max(1, min(MAX_X_TILES, MAX_PACKED / (round_up(depth, TILE_COLUMNS) * TILE_ROWS))) * TILE_ROWS;
   }
   static int64_t at_once(int64_t) { return 2; }
+  static constexpr int64_t MOST_SUMS = MAX_X_TILES * TILE_ROWS * 2 * PANEL;  // of max_rows() by at_once() panels
 
   // Copies x tile after tile, with zeros for rows and columns that only fill the last ones.
   void take(int64_t which, const bf16* x, int64_t stride, int64_t count, int64_t columns) {
@@ -66,7 +69,6 @@ class AmxBlock {
   }
 
  private:
-  static constexpr int64_t MAX_X_TILES = 8;
   static constexpr int64_t MAX_PACKED = TILE_ROWS * MAX_DEPTH;  // elements: a tile's rows of the greatest depth
 
   TileRegisters registers;

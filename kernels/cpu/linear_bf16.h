@@ -7,6 +7,7 @@
 
 #include "linear_panels.h"
 #include "ops.h"
+#include "pair_tiles.h"
 #include "panels.h"
 #include "vec.h"
 
@@ -22,23 +23,27 @@ static_assert(panels_beside((MOST_ROWS + 1) / 2) == panels_beside(MOST_ROWS), "a
 
 // Rows of x against any panels. A thread keeps it while it multiplies.
 class PairsBlock {
+  static constexpr int64_t MAX_ROWS = 14 * MOST_ROWS, NEAR_PAIRS = 1 << 17;  // of x: half of a second-level cache
+
  public:
   int64_t index = -1;  // which rows of x these are
 
   PairsBlock() {}  // leaves its memory as it is
 
   static int64_t max_rows(int64_t depth) {
-    return max(1, min(MAX_ROWS / MOST_ROWS, NEAR_PAIRS / (pairs_of(depth) * MOST_ROWS))) * MOST_ROWS;
+    return max(1, min(MAX_ROWS / MOST_ROWS, NEAR_PAIRS / (padded_pairs(depth) * MOST_ROWS))) * MOST_ROWS;
   }
   static int64_t at_once(int64_t rows) { return panels_beside(ceil_div(rows, tiles_of(rows))); }
+  static constexpr int64_t MOST_SUMS = MAX_ROWS * 2 * PANEL;  // of max_rows() by at_once() panels
 
-  // Packs x tile after tile: [pairs, rows of the tile].
+  // Copies x tile after tile: [steps of LANES pairs, rows of the tile, LANES pairs].
   void take(int64_t which, const bf16* from, int64_t from_stride, int64_t count, int64_t columns) {
-    index = which, rows = count, pairs = pairs_of(columns), tiles = tiles_of(count);
-    for (int64_t t = 0; t < tiles; t++) {
-      const int64_t first = tile_begin(t);
-      pack_tile(from + first * from_stride, from_stride, tile_begin(t + 1) - first, columns, x + first * pairs);
-    }
+    index = which, rows = count, depth = columns, tiles = tiles_of(count);
+    float* to = x;
+    for (int64_t t = 0; t < tiles; t++)
+      for (int64_t k = 0; k < depth; k += TILE_COLUMNS)
+        for (int64_t r = tile_begin(t); r < tile_begin(t + 1); r++, to += LANES)
+          store(to, load_pairs_of(from + r * from_stride + k, depth - k));
   }
 
   // out[i, j] = x row i times row j of the run's panels.
@@ -61,37 +66,24 @@ class PairsBlock {
   }
 
  private:
-  static constexpr int64_t MAX_ROWS = 14 * MOST_ROWS, NEAR_PAIRS = 1 << 17;  // of x: half of a second-level cache
   static constexpr int64_t MAX_PAIRS = max(NEAR_PAIRS, MOST_ROWS * MAX_DEPTH / PAIR);
+  static_assert(MAX_DEPTH % TILE_COLUMNS == 0, "the greatest depth needs no zeros behind it");
   static constexpr int64_t MAX_SUMS = MOST_ROWS * 2 * PANEL;
   static constexpr int STEP_BYTES = PAIR * PANEL * sizeof(bf16);  // of a panel
 
-  int64_t rows, pairs, tiles;
-  alignas(64) uint32_t x[MAX_PAIRS + LANES];
+  int64_t rows, depth, tiles;
+  alignas(64) float x[MAX_PAIRS];  // pairs of bfloat16
 
-  static int64_t pairs_of(int64_t depth) { return ceil_div(depth, PAIR); }
+  static int64_t padded_pairs(int64_t depth) { return round_up(depth, TILE_COLUMNS) / PAIR; }
   static int64_t tiles_of(int64_t rows) { return ceil_div(rows, MOST_ROWS); }
   int64_t tile_begin(int64_t t) const { return rows * t / tiles; }
-
-  // Whole vectors are stored, and what is too much of one is overwritten by the next.
-  static void pack_tile(const bf16* from, int64_t stride, int64_t count, int64_t columns, uint32_t* to) {
-    for (int64_t k = 0; k < columns; k += PAIR * LANES) {
-      const int64_t n = min(PAIR * LANES, columns - k);
-      const __mmask32 present = static_cast<uint32_t>(-1) >> (PAIR * LANES - n);
-      Vec lanes[LANES];
-      for (int64_t r = 0; r < LANES; r++)
-        lanes[r] = (Vec)_mm512_maskz_loadu_epi16(present, from + min(r, count - 1) * stride + k);
-      transpose(lanes);
-      for (int64_t i = 0; i < pairs_of(n); i++, to += count) store(reinterpret_cast<float*>(to), lanes[i]);
-    }
-  }
 
   // sums[i][q] = row i of tile t times the q-th of `count` panels. Meanwhile its share of the panels after these is
   // fetched: by a tile alone, which waits for memory, into the second-level cache.
   void multiply_tile(int64_t t, const bf16* w, int64_t stride, int64_t count, float* sums) const {
-    const Fetch fetch{reinterpret_cast<const char*>(w + count * stride) + pairs * t / tiles * STEP_BYTES,
+    const Fetch fetch{reinterpret_cast<const char*>(w + count * stride) + depth / PAIR * t / tiles * STEP_BYTES,
                       STEP_BYTES / tiles};
-    const uint32_t* from = x + tile_begin(t) * pairs;
+    const float* from = x + tile_begin(t) * padded_pairs(depth);
     with_constant<MOST_ROWS>(tile_begin(t + 1) - tile_begin(t), [&](auto width) {
       constexpr int ROWS = decltype(width)::value, SEVERAL = panels_beside(ROWS);
       const auto multiply = tiles > 1 ? count == 1 ? &PairsBlock::multiply_pairs<ROWS, 1, FIRST_LEVEL>
@@ -103,25 +95,25 @@ class PairsBlock {
   }
 
   template <int ROWS, int PANELS, CacheLevel INTO>
-  void multiply_pairs(const uint32_t* from, const bf16* w, int64_t stride, Fetch fetch, float* sums) const {
+  void multiply_pairs(const float* from, const bf16* w, int64_t stride, Fetch fetch, float* sums) const {
     Vec acc[ROWS][PANELS];
     for (int r = 0; r < ROWS; r++)  // one by one, else GCC keeps them in memory
       for (int p = 0; p < PANELS; p++) acc[r][p] = Vec{};
-    for (int64_t k = 0; k < pairs; k++, from += ROWS, w += PAIR * PANEL) {
-      for (int p = 1; p < PANELS; p++) fetch.touch<STEP_BYTES, INTO>(p * stride * sizeof(bf16));
-      fetch.advance<STEP_BYTES, INTO>();
-      __m512i columns[PANELS];
-      for (int p = 0; p < PANELS; p++) {
-        columns[p] = _mm512_loadu_si512(w + p * stride);
-        KEEP_IN_REGISTER(columns[p]);  // else each use loads it again
+    for (int64_t pairs = ceil_div(depth, PAIR); pairs > 0; pairs -= LANES, from += ROWS * LANES)
+      for (int64_t k = 0; k < min(LANES, pairs); k++, w += PAIR * PANEL) {
+        for (int p = 1; p < PANELS; p++) fetch.touch<STEP_BYTES, INTO>(p * stride * sizeof(bf16));
+        fetch.advance<STEP_BYTES, INTO>();
+        Vec columns[PANELS];
+        for (int p = 0; p < PANELS; p++) {
+          columns[p] = load_pairs_of(w + p * stride, TILE_COLUMNS);
+          KEEP_IN_REGISTER(columns[p]);  // else each use loads it again
+        }
+        for (int r = 0; r < ROWS; r++) {
+          Vec pair = fill(from[r * LANES + k]);
+          KEEP_IN_REGISTER(pair);
+          for (int p = 0; p < PANELS; p++) acc[r][p] = add_pairs(acc[r][p], columns[p], pair);
+        }
       }
-      for (int r = 0; r < ROWS; r++) {
-        __m512i pair = _mm512_set1_epi32(from[r]);
-        KEEP_IN_REGISTER(pair);
-        for (int p = 0; p < PANELS; p++)
-          acc[r][p] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][p], (__m512bh)columns[p], (__m512bh)pair);
-      }
-    }
     for (int r = 0; r < ROWS; r++)
       for (int p = 0; p < PANELS; p++) store(sums + (r * PANELS + p) * PANEL, acc[r][p]);
   }

@@ -4,6 +4,7 @@
 // neither the rows beside it nor the thread, and W, which streams through once, needs no sums across lanes.
 #pragma once
 
+#include "gates.h"
 #include "ops.h"
 #include "panels.h"
 #include "parallel.h"
@@ -116,6 +117,7 @@ class PanelBlock {
 
   static int64_t max_rows(int64_t depth) { return max(1, min(MAX_TILES, NEAR_FLOATS / (depth * TILE))) * TILE; }
   static int64_t at_once(int64_t rows) { return rows <= TILE ? panels_at_once(rows) : 1; }
+  static constexpr int64_t MOST_SUMS = max(MAX_TILES, MAX_AT_ONCE) * TILE * PANEL;  // of max_rows() by at_once() panels
 
   void take(int64_t which, const X* from, int64_t from_stride, int64_t count, int64_t columns) {
     index = which, rows = count, depth = columns, tiles = ceil_div(count, TILE);
@@ -188,6 +190,54 @@ void multiply_panels(const void* x, int64_t x_stride, int64_t rows, const Weight
       block.multiply(run, bias == nullptr ? nullptr : static_cast<const X*>(bias) + run.column,
                      static_cast<X*>(out) + first * plan.columns + run.column, plan.columns);
     });
+  });
+}
+
+// Whether the weights are a gate's and, behind them, as many rows of up, so that both have the same columns in panels.
+inline bool is_gate_and_up(const Weights& weights) {
+  const Matrix* matrices = weights.matrices;
+  if (weights.count == 1) return matrices[0].rows % (2 * PANEL) == 0;
+  return weights.count == 2 && matrices[0].rows == matrices[1].rows;
+}
+
+// Multiplies a few columns of both and gates them while they are near, so that what is wider than x and out is nowhere.
+template <class X, class Block>
+class GatedBlock {
+ public:
+  Block block;
+
+  // Panels [begin, end) of the gate, at most Block::at_once() of them, and of up.
+  void multiply(const PanelPlan& plan, int64_t begin, int64_t end, const X* bias, GateRow<X> gate_one, int64_t rows,
+                X* out) {
+    const int64_t stride = (end - begin) * PANEL, columns = min(stride, plan.columns - begin * PANEL);
+    for (int part = 0; part < 2; part++) {
+      const Matrix& matrix = plan.weights.matrices[part % plan.weights.count];
+      const int64_t before = plan.weights.count == 1 ? part * plan.panels : 0;
+      const PanelRun run{matrix, before + begin, before + end, part * plan.columns + begin * PANEL};
+      block.multiply(run, bias == nullptr ? nullptr : bias + run.column, parts[part], stride);
+    }
+    for (int64_t r = 0; r < rows; r++)
+      gate_one(parts[0] + r * stride, parts[1] + r * stride, out + r * plan.columns + begin * PANEL, columns);
+  }
+
+ private:
+  alignas(64) X parts[2][Block::MOST_SUMS];
+};
+
+// out = activation(x Wgate^T + bias) * (x Wup^T + bias).
+template <class X, class Block>
+void multiply_gated(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias,
+                    Activation activation, void* out, int threads) {
+  if (rows == 0) return;
+  const int64_t at_once = Block::at_once(rows);
+  const PanelPlan plan(weights, rows, Block::max_rows(weights.depth), at_once, threads, 2);
+  parallel_for_with<GatedBlock<X, Block>>(plan.items(), threads, [&](auto& gated, int64_t item) {
+    const int64_t b = plan.block_of(item), first = plan.first_row(b), count = plan.first_row(b + 1) - first;
+    if (gated.block.index != b)
+      gated.block.take(b, static_cast<const X*>(x) + first * x_stride, x_stride, count, weights.depth);
+    for (int64_t p = plan.first_panel(item); p < plan.end_panel(item); p += at_once)
+      gated.multiply(plan, p, min(p + at_once, plan.end_panel(item)), static_cast<const X*>(bias),
+                     gate_row_of<X>(activation), count, static_cast<X*>(out) + first * plan.columns);
   });
 }
 

@@ -32,16 +32,18 @@ struct PrefillTile {
   Scoring scoring;
   PrefillProducts<E> products;
   RunningSoftmax softmax[MAX_ROWS];
+  int64_t positions[MAX_ROWS];  // of the rows' tokens
   static constexpr int ROWS = PrefillProducts<E>::ROWS;
 
   PrefillTile(const ContextReader<E>& reader, const QueryTile& queries, int64_t dim, const Scoring& how)
       : context(reader), tile(queries), head_dim(dim), scoring(in_powers_of_two(how)),
-        products(dim, queries.rows(), scoring.scale) {}
+        products(dim, queries.rows(), scoring.scale) {
+    tile.for_rows([&](int64_t r, int64_t token, int64_t) { positions[r] = tile.position + token - tile.first; });
+  }
 
   template <class T>
   void read_queries(const Heads& all) {
-    for (int64_t r = 0; r < tile.rows(); r++)
-      products.read_query(r, row<T>(all, tile.token(r), tile.query_head(r)));
+    tile.for_rows([&](int64_t r, int64_t token, int64_t head) { products.read_query(r, row<T>(all, token, head)); });
   }
 
   // A few rows at a time go no further than the last of them sees. Blocks lie far apart, where the processor's own
@@ -59,7 +61,7 @@ struct PrefillTile {
 
   // Of keys [begin, begin + count), those up to row r's own.
   int64_t num_seen(int64_t r, int64_t begin, int64_t count) const {
-    return max(0, min(count, tile.row_position(r) + 1 - begin));
+    return max(0, min(count, positions[r] + 1 - begin));
   }
 
   // Scores and then weights of rows [first, end), 0 where a row sees no key. A tile that it sees nothing of leaves its
@@ -70,22 +72,23 @@ struct PrefillTile {
     products.score(first, end, most);
     for (int64_t r = first; r < end; r++) {
       float* scores = products.scores(r);
-      const int64_t before = scoring.first_visible(tile.row_position(r)) - begin;
+      const int64_t before = scoring.first_visible(positions[r]) - begin;
       int64_t seen = num_seen(r, begin, count);
       if (before >= seen) seen = 0;
       if (seen > 0) {
         cap_scores(scores, seen, scoring.soft_cap);
         for (int64_t i = 0; i < before; i++) scores[i] = -__builtin_inff();
-        const float factor = softmax[r].update(scores, seen);
+        const auto store_weights = [&](int64_t i, Vec weights) { products.store_weights(r, i, weights); };
+        const float factor = softmax[r].update(scores, seen, store_weights);
         if (factor != 1.f) products.rescale(r, factor);
       }
-      for (int64_t i = round_up(seen, LANES); i < PREFILL_TILE; i += LANES) store(scores + i, Vec{});
+      for (int64_t i = round_up(seen, LANES); i < PREFILL_TILE; i += LANES) products.store_weights(r, i, Vec{});
     }
   }
 
   __attribute__((noinline)) void attend() {  // one copy, whatever T
     const int64_t visible = scoring.first_visible(tile.position);
-    const int64_t end = tile.row_position(tile.rows() - 1) + 1;
+    const int64_t end = tile.end_position();
     KeyTile keys(context, visible / PREFILL_TILE * PREFILL_TILE, visible, end);
     while (keys.count > 0) {
       const KeyTile next(context, keys.begin + PREFILL_TILE, visible, end);
@@ -96,10 +99,9 @@ struct PrefillTile {
 
   template <class T>
   void finish(const Heads& out) {
-    for (int64_t r = 0; r < tile.rows(); r++) {
-      T* to = row<T>(out, tile.token(r), tile.query_head(r));
-      store_scaled(to, products.sums(r), softmax[r].inverse(), head_dim);
-    }
+    tile.for_rows([&](int64_t r, int64_t token, int64_t head) {
+      store_scaled(row<T>(out, token, head), products.sums(r), softmax[r].inverse(), head_dim);
+    });
   }
 };
 

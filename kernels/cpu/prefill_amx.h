@@ -32,10 +32,9 @@ class AmxProducts : public PackedProducts<E, TILE_ROWS> {
         store(scores(r) + i, load(scores(r) + i) * tile.key_factors(i));
   }
 
-  // Adds all values of the tile times rows [first, end), at most ROWS, of weights, which `scores` have become.
-  void add_values(int64_t first, int64_t end, int64_t count) {
+  // Adds all values of the tile times rows [first, end), at most ROWS, of weights.
+  void add_values(int64_t first, int64_t, int64_t count) {
     if (count == 0) return;
-    this->round_weights(first, end, PREFILL_TILE);
     load_tile<4>(weights, PREFILL_TILE * sizeof(bf16));
     load_tile<5>(weights + TILE_COLUMNS, PREFILL_TILE * sizeof(bf16));
     const int64_t row_bytes = padded_dim * sizeof(float);

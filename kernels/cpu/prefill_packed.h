@@ -101,22 +101,21 @@ class PackedProducts {
   }
 
   float* scores(int64_t r) { return scored + r % ROWS * PREFILL_TILE; }
+
+  // Row r's weights of keys i .. i + LANES, as a left factor.
+  void store_weights(int64_t r, int64_t i, Vec some) {
+    store_normal(weights + r % ROWS * PREFILL_TILE + i, some * tile.value_factors(i));
+  }
+
   float* sums(int64_t r) { return acc + r * padded_dim; }
 
  protected:
   const int64_t head_dim, padded_dim;
   PackedKeys<E> tile;
   alignas(64) float acc[MAX_ROWS * MAX_HEAD_DIM];  // [rows, padded_dim]
-  alignas(64) float scored[ROWS * PREFILL_TILE];   // [ROWS, PREFILL_TILE]: scores, then weights
+  alignas(64) float scored[ROWS * PREFILL_TILE];   // [ROWS, PREFILL_TILE]
   alignas(64) bf16 q[MAX_ROWS * MAX_HEAD_DIM];     // [rows, padded_dim]
   alignas(64) bf16 weights[ROWS * PREFILL_TILE];   // [ROWS, PREFILL_TILE]
-
-  // Weights of rows [first, end) with the tile's first `count` keys, as left factors.
-  void round_weights(int64_t first, int64_t end, int64_t count) {
-    for (int64_t r = first; r < end; r++)
-      for (int64_t i = 0; i < count; i += LANES)
-        store_normal(weights + r % ROWS * PREFILL_TILE + i, load(scores(r) + i) * tile.value_factors(i));
-  }
 };
 
 }  // namespace

@@ -26,9 +26,8 @@ class PairProducts : public PackedProducts<E, ROWS_OF_PAIRS> {
     for (; i < count; i += TILE_COLUMNS) score_keys<TILE_COLUMNS / LANES>(first, i);
   }
 
-  // Adds the tile's first `count` values times rows [first, end), at most ROWS, of weights, which `scores` have become.
-  void add_values(int64_t first, int64_t end, int64_t count) {
-    this->round_weights(first, end, count);
+  // Adds the tile's first `count` values times rows [first, end), at most ROWS, of weights.
+  void add_values(int64_t first, int64_t, int64_t count) {
     int64_t d = 0;
     for (; d + VECTORS * LANES <= padded_dim; d += VECTORS * LANES) add_columns<VECTORS>(first, count, d);
     for (; d < padded_dim; d += TILE_COLUMNS) add_columns<TILE_COLUMNS / LANES>(first, count, d);

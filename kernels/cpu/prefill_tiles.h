@@ -17,9 +17,14 @@ struct QueryTile {
   int64_t first, count, position, head, group;
 
   int64_t rows() const { return count * group; }
-  int64_t token(int64_t r) const { return first + r / group; }
-  int64_t query_head(int64_t r) const { return head + r % group; }
-  int64_t row_position(int64_t r) const { return position + r / group; }
+  int64_t end_position() const { return position + count; }
+
+  // body(r, token, head) for each row.
+  template <class Body>
+  void for_rows(const Body& body) const {
+    for (int64_t t = 0, r = 0; t < count; t++)
+      for (int64_t h = 0; h < group; h++, r++) body(r, first + t, head + h);
+  }
 };
 
 // Keys [begin, begin + count) of a context, none of them at or past `end`, and where they lie. `begin` is a multiple of

@@ -51,6 +51,10 @@ class VectorProducts {
   }
 
   float* scores(int64_t r) { return scored + r * PREFILL_TILE; }
+
+  // Row r's weights of keys i .. i + LANES: in place of its scores.
+  void store_weights(int64_t r, int64_t i, Vec weights) { store(scores(r) + i, weights); }
+
   float* sums(int64_t r) { return acc + r * padded_dim; }
 
  private:

@@ -1,4 +1,4 @@
-// The operations that treat each token alone: KV write, RMSNorm, RoPE, the gates of SwiGLU and GeGLU.
+// The operations that treat each token alone: KV write, RMSNorm, RoPE.
 #pragma once
 
 #include "paged.h"
@@ -105,45 +105,6 @@ int64_t rope(const Heads& q, const Heads& k, int64_t head_dim, const int64_t* po
     }
   });
   return OK;
-}
-
-// x / (1 + e^-z) without an exponential that overflows.
-inline Vec gated(Vec x, Vec z) {
-  const Vec small = exp2(max(z, -z) * -LOG2_E);
-  return x * (z > 0.f ? fill(1.f) : small) / (1.f + small);
-}
-
-inline Vec silu(Vec x) { return gated(x, x); }
-
-// The tanh approximation: x (1 + tanh u) / 2 = x / (1 + e^-2u).
-inline Vec gelu(Vec x) {
-  constexpr float SQRT_8_OVER_PI = 1.59576912f;
-  return gated(x, (x * x * x * 0.044715f + x) * SQRT_8_OVER_PI);
-}
-
-template <class T, Vec ACTIVATION(Vec)>
-int64_t activate_and_multiply(const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t columns,
-                              int threads) {
-  parallel_rows(rows, 2 * columns, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) {
-      const T *gate = static_cast<const T*>(gate_up) + r * row_stride, *up = gate + columns;
-      T* to = static_cast<T*>(out) + r * columns;
-      for_vectors(columns, [&](int64_t i, int64_t n) {
-        store_some(to + i, ACTIVATION(load_some(gate + i, n)) * load_some(up + i, n), n);
-      });
-    }
-  });
-  return OK;
-}
-
-template <class T>
-int64_t silu_mul(const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t columns, int threads) {
-  return activate_and_multiply<T, silu>(gate_up, row_stride, out, rows, columns, threads);
-}
-
-template <class T>
-int64_t gelu_mul(const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t columns, int threads) {
-  return activate_and_multiply<T, gelu>(gate_up, row_stride, out, rows, columns, threads);
 }
 
 }  // namespace

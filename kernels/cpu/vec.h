@@ -140,6 +140,13 @@ inline void store_first(T* p, Vec v, int64_t n) {
   __builtin_memcpy(p, lanes, n * sizeof(T));
 }
 
+// The first n lanes of `v`; the others are `rest`.
+inline Vec first_lanes(Vec v, int64_t n, float rest) {
+  VecInt lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  return lane < static_cast<int32_t>(n) ? v : fill(rest);
+}
+
 template <class T>
 inline Vec load_some(const T* p, int64_t n) {
   return n == LANES ? load(p) : load_first(p, n);
@@ -268,7 +275,7 @@ inline bool any_above(Vec v, float limit) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^x for x <= 0, to about 1 ulp, and 1 at 0: a polynomial of what x is above an integer, whose power of two goes to
+// 2^x for x < 127, to about 1 ulp, and 1 at 0: a polynomial of what x is above an integer, whose power of two goes to
 // the exponent. -inf gives exactly 0; so does all below the smallest normal result, but for AVX-512's denormal ones.
 inline Vec exp2(Vec x) {
 #if defined(__AVX512DQ__)

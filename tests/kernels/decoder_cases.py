@@ -43,6 +43,7 @@ class Shape:
     window: int | None = None
     soft_cap: float | None = None
     activation: Activation = "silu"
+    gate_up_as_one: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -88,8 +89,8 @@ def _attention(shape: Shape, layer: int) -> AttentionStage:
 
 
 def _mlp(shape: Shape) -> MlpWeights:
-    gate_up = make_linear(shape, shape.hidden, shape.inner, shape.inner)
-    return MlpWeights(gate_up, make_linear(shape, shape.inner, shape.hidden))
+    rows = (2 * shape.inner,) if shape.gate_up_as_one else (shape.inner, shape.inner)
+    return MlpWeights(make_linear(shape, shape.hidden, *rows), make_linear(shape, shape.inner, shape.hidden))
 
 
 def _mlp_stage(shape: Shape) -> MlpStage:
@@ -177,4 +178,5 @@ shapes = st.builds(
     window=st.sampled_from([None, 1, 5]),
     soft_cap=st.sampled_from([None, 3.0]),
     activation=st.sampled_from(["silu", "gelu_tanh"]),
+    gate_up_as_one=st.booleans(),
 )

@@ -15,6 +15,7 @@ from tests.kernels.backends import every_cpu, using
 from tests.kernels.decoder_cases import (
     BFLOAT16,
     BLOCK_SIZE,
+    FLOAT32,
     NUM_BLOCKS,
     NUM_POSITIONS,
     VOCAB,
@@ -103,6 +104,23 @@ def test_a_whole_step_gives_the_bits_of_its_parts(
         torch.set_num_threads(threads)
         actual = forward(decoder, ends, batch, caches, backend=backend)
     assert torch.equal(actual, expected), f"logits differ by up to {(actual - expected).abs().max()}"
+    assert same_caches(caches, expected_caches)
+
+
+@every_cpu
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("gate_up_as_one", [False, True])
+def test_blocks_of_rows_have_the_bits_of_the_single_ops(
+    implementation: str, dtype: torch.dtype, gate_up_as_one: bool
+) -> None:
+    """150 rows are more than one block of every instruction set's, at this depth."""
+    shape = Shape(hidden=2048, inner=80, dtype=dtype, gate_up_as_one=gate_up_as_one)
+    decoder, batch, caches = make_decoder(shape), make_batch((), ((50, 50),) * 3), make_caches(shape)
+    stream, expected_caches = random_stream(shape, batch), copied(caches)
+    with using(implementation) as backend:
+        expected = run_stages(decoder, 0, 4, *stream, batch, expected_caches, backend="reference")
+        actual = run_stages(decoder, 0, 4, *stream, batch, caches, backend=backend)
+    assert all(map(torch.equal, actual, expected))
     assert same_caches(caches, expected_caches)
 
 
