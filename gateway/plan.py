@@ -69,6 +69,7 @@ def plan_completion(body: CompletionBody, request_id: str) -> Plan:
     if body.echo and body.logprobs is not None:
         raise invalid("logprobs", "'logprobs' with 'echo' = true is not supported: prompt tokens get no logprobs")
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    _check_choices(len(body.prompts), body.n)
     prompts = [_prompt(prompt, echo=body.echo) for prompt in body.prompts]
     names = {"text": "prompt", "tokens.token_ids": "prompt", "tokens": "prompt"}
     return _plan(body, prompts, request_id, max_tokens, body.logprobs, names, echo=body.echo)
@@ -85,9 +86,6 @@ def _plan(
 ) -> Plan:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "'stream_options' is only allowed with 'stream' = true")
-    if len(prompts) * body.n > MAX_CHOICES:
-        message = f"{len(prompts)} prompts times 'n' = {body.n} is too many: at most {MAX_CHOICES} choices a request"
-        raise invalid("n" if body.n > 1 else "prompt", message)
     samplings = [_sampling(body, i, max_tokens, logprobs) for i in range(body.n)]
     options = body.stream_options
     include_usage = options is not None and options.include_usage
@@ -101,6 +99,13 @@ def _plan(
         echo=echo,
         names=names,
     )
+
+
+def _check_choices(num_prompts: int, n: int) -> None:
+    """Before anything is made of the prompts, of which a body may hold a million."""
+    if num_prompts * n > MAX_CHOICES:
+        message = f"{num_prompts} prompts times 'n' = {n} is too many: at most {MAX_CHOICES} choices a request"
+        raise invalid("n" if n > 1 else "prompt", message)
 
 
 def _call(body: GenerationBody, prompt: GenerateRequest, sampling: SamplingParams, request_id: str) -> GenerateRequest:

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from gateway.body import Body
+from router.validation import MAX_LOGIT_BIASES
 
 MAX_CHOICES = 128  # of one HTTP request: n times its prompts
 
@@ -36,9 +37,13 @@ def _prompt_form(value: Any) -> str:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """Stops at the first bad entry; pydantic would describe each of a million."""
+    """Stops at the first bad entry, and before any of too many; pydantic would describe each of a million."""
     if not isinstance(value, dict):
         raise PydanticCustomError("dict_type", "must be an object of token ids and numbers")
+    if len(value) > MAX_LOGIT_BIASES:
+        raise PydanticCustomError(
+            "too_many", "{count} entries, at most {limit} are allowed", {"count": len(value), "limit": MAX_LOGIT_BIASES}
+        )
     bias: dict[int, float] = {}
     for key, number in value.items():
         if not _TOKEN_ID.fullmatch(key) or int(key) >= 2**31:

@@ -30,7 +30,7 @@ from router.validation import ResolvedRequest, check, resolve
 
 log = logging.getLogger(__name__)
 
-LARGE_PROMPT_BYTES = 8192  # tokenised on another thread
+LARGE_PROMPT_BYTES = 8192  # checked and tokenised on another thread
 
 Emit = Callable[[inference_pb2.GenerateResponse], None]  # never waits: a slow client holds up no pod
 
@@ -153,7 +153,6 @@ class Request:
 
     async def _admit(self) -> ResolvedRequest:
         services = self._services
-        check(self._message, services.model)
         if self._message.ByteSize() > LARGE_PROMPT_BYTES:
             prompt_ids = await asyncio.to_thread(self._tokenise)
         else:
@@ -162,7 +161,9 @@ class Request:
         return resolve(self._message, prompt_ids, services.model, max_model_len, services.rng)
 
     def _tokenise(self) -> Sequence[int]:
+        """Raises InvalidRequest for what can be refused without its tokens."""
         message, tokenizer = self._message, self._services.tokenizer
+        check(message, self._services.model)
         kind = message.WhichOneof("prompt")
         if kind == "text":
             return tokenizer.encode(message.text)

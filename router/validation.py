@@ -95,6 +95,8 @@ def _check_bytes(field: str, texts: Sequence[str]) -> None:
 
 
 def _check_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
+    if not ids or (min(ids) >= 0 and max(ids) < model.vocab_size):
+        return
     for number, token_id in enumerate(ids):
         if not 0 <= token_id < model.vocab_size:
             raise invalid(f"{field}[{number}]", token_id, f"must be in [0, {model.vocab_size})")
