@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from pydantic_core import to_json
+
 from gateway.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from gateway.plan import Plan
 from proto import common_pb2 as pb
@@ -127,6 +129,7 @@ class Answer:
         self._shape = shape
         self._created = created
         self._model = ""
+        self._chunk_head = b""
         self.request_id = ""  # the server's, of the first choice that began
         self.choices = [
             Choice(index, call, echo=plan.echo, logprobs=plan.logprobs) for index, call in enumerate(plan.calls)
@@ -137,46 +140,49 @@ class Answer:
         self._note(response)
         self.choices[index].add(response)
 
-    def chunks(self, index: int, response: GenerateResponse) -> Iterator[JsonObject]:
-        """Takes in `response` of call `index` and gives the chunks to stream."""
+    def chunks(self, index: int, response: GenerateResponse) -> Iterator[bytes]:
+        """Takes in `response` of call `index` and gives the chunks to stream, as JSON."""
         self._note(response)
         choice = self.choices[index]
         first = not choice.begun
         text = choice.add(response)
         if first and (opening := self._shape.opening(choice)):
-            yield self._chunk([opening])
+            yield self._delta(opening)
         tokens = response.tokens
         if text or tokens:
-            yield self._chunk([self._shape.delta(choice, text, tokens)])
+            yield self._delta(self._shape.delta(choice, text, tokens))
         if choice.finish_reason is not None:
-            yield self._chunk([self._shape.closing(choice)])
+            yield self._delta(self._shape.closing(choice))
 
-    def usage_chunk(self) -> JsonObject:
+    def usage_chunk(self) -> bytes:
         """The last chunk of a stream with `include_usage`."""
-        return {**self._envelope(self._shape.chunk_object, []), "usage": self._usage()}
+        return self._chunk([], self._usage())
 
-    def whole(self) -> JsonObject:
+    def whole(self) -> bytes:
         choices = [self._shape.whole(choice) for choice in self.choices]
-        return {**self._envelope(self._shape.whole_object, choices), "usage": self._usage()}
+        return to_json({**self._envelope(self._shape.whole_object), "choices": choices, "usage": self._usage()})
 
     def _note(self, response: GenerateResponse) -> None:
-        self.request_id = self.request_id or response.request_id
-        self._model = self._model or response.model
+        if not self.request_id:
+            self.request_id, self._model = response.request_id, response.model
+            self._chunk_head = to_json(self._envelope(self._shape.chunk_object))[:-1] + b',"choices":'
 
-    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
-        chunk = self._envelope(self._shape.chunk_object, choices)
-        if self._plan.include_usage:
-            chunk["usage"] = self._usage_so_far() if self._plan.continuous_usage else None
-        return chunk
+    def _delta(self, choice: JsonObject) -> bytes:
+        usage = self._usage_so_far() if self._plan.continuous_usage else None
+        return self._chunk([choice], usage)
 
-    def _envelope(self, kind: str, choices: list[JsonObject]) -> JsonObject:
+    def _chunk(self, choices: list[JsonObject], usage: JsonObject | None) -> bytes:
+        """What all chunks begin with was made once."""
+        tail = b',"usage":' + to_json(usage) + b"}" if self._plan.include_usage else b"}"
+        return self._chunk_head + to_json(choices) + tail
+
+    def _envelope(self, kind: str) -> JsonObject:
         return {
             "id": self._shape.id_prefix + self.request_id,
             "object": kind,
             "created": self._created,
             "model": self._model,
             "system_fingerprint": None,  # the router does not say which weights revision answered
-            "choices": choices,
         }
 
     def _usage(self) -> JsonObject:

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -75,13 +74,13 @@ class Exchange:
         self.streaming = True
         await self._start(200, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}, "text/event-stream")
 
-    async def event(self, data: Any) -> None:
-        """Sends one server-sent event; `data` is JSON, or bytes that go as they are."""
-        text = data if isinstance(data, bytes) else to_json(data)
+    async def events(self, *events: bytes) -> None:
+        """Sends server-sent events, each of one line of JSON or the like, in one write."""
+        text = b"".join([b"data: %b\n\n" % event for event in events])
         if not text.isascii():
             for character, escaped in _LINE_ENDS:
                 text = text.replace(character, escaped)
-        await self._send({"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": True})
+        await self._send({"type": "http.response.body", "body": text, "more_body": True})
 
     async def end_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
@@ -90,7 +89,7 @@ class Exchange:
         """Answers with `error`; once a stream has begun, with an event that is its last."""
         if self.streaming:
             self.status = error.status
-            await self.event(error.body())
+            await self.events(error.body())
             await self.end_stream()
         elif self._more_body:
             await self._refuse_body(error)

@@ -15,7 +15,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Generic
 
-from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from gateway.answer import Answer, ChatFormat, CompletionFormat, Format
@@ -65,7 +64,7 @@ class Generation(Generic[B]):
         self._endpoint = endpoint
         self._router = router
         self._metrics = metrics
-        self._num_tokens = metrics.tokens.labels(endpoint.name)
+        metrics.tokens.counts[endpoint.name] = 0
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._wall_clock = wall_clock
@@ -122,7 +121,7 @@ class Generation(Generic[B]):
     async def _responses(self, plan: Plan) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
         """Every response of every call of `plan`. Raises InternalError when one ends without its last message."""
         start = self._clock()
-        name = self._endpoint.name
+        name, counts = self._endpoint.name, self._metrics.tokens.counts
         unfinished = set(range(len(plan.calls)))
         async with aclosing(merge([self._router.generate(call) for call in plan.calls])) as merged:
             first = True
@@ -130,7 +129,7 @@ class Generation(Generic[B]):
                 if first:
                     self._metrics.ttft.labels(name).observe(self._clock() - start)
                     first = False
-                self._num_tokens.inc(len(response.tokens))
+                counts[name] += len(response.tokens)
                 if response.finish_reason:
                     unfinished.discard(index)
                 yield index, response
@@ -144,7 +143,7 @@ class Generation(Generic[B]):
     ) -> None:
         async for index, response in responses:
             answer.add(index, response)
-        await exchange.respond(200, to_json(answer.whole()), _id_header(answer))
+        await exchange.respond(200, answer.whole(), _id_header(answer))
 
     async def _stream(
         self, exchange: Exchange, plan: Plan, answer: Answer, responses: AsyncIterator[tuple[int, GenerateResponse]]
@@ -153,11 +152,10 @@ class Generation(Generic[B]):
             chunks = list(answer.chunks(index, response))
             if not exchange.streaming:
                 await exchange.start_stream(_id_header(answer))
-            for chunk in chunks:
-                await exchange.event(chunk)
-        if plan.include_usage:
-            await exchange.event(answer.usage_chunk())
-        await exchange.event(b"[DONE]")
+            if chunks:
+                await exchange.events(*chunks)
+        usage = [answer.usage_chunk()] if plan.include_usage else []
+        await exchange.events(*usage, b"[DONE]")
         await exchange.end_stream()
 
 

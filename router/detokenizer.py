@@ -16,10 +16,16 @@ class Detokenizer:
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_partial = False  # it holds the begin of a character
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes. Bytes that are not UTF-8 become U+FFFD."""
-        return self._decoder.decode(self._token_bytes(token_id))
+        added = self._token_bytes(token_id)
+        if not self._is_partial and added.isascii():
+            return added.decode()
+        text = self._decoder.decode(added)
+        self._is_partial = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """The end: what was held back of an incomplete character, as U+FFFD."""

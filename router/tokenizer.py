@@ -18,7 +18,7 @@ from router.model import FAKE, FAKE_EOS, FAKE_VOCAB_SIZE, ModelError
 
 
 class Tokenizer(Protocol):
-    """Thread-safe and stateless."""
+    """Thread-safe."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -73,6 +73,7 @@ class HFTokenizer:
         self._special: dict[int, bytes] = {i: t.content.encode() for i, t in added.items() if t.special}
         self._plain_added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items() if not t.special}
         self._piece_bytes = _piece_decoder(self._tokenizer.backend_tokenizer)
+        self._bytes_of: dict[int, bytes] = {}  # of tokens seen: looking one up takes microseconds
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text)
@@ -92,6 +93,12 @@ class HFTokenizer:
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
+        if (known := self._bytes_of.get(token_id)) is not None:
+            return known
+        self._bytes_of[token_id] = added = self._look_up(token_id)
+        return added
+
+    def _look_up(self, token_id: int) -> bytes:
         if token_id in self._special:
             return b""
         if token_id in self._plain_added:
