@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -102,9 +103,10 @@ class Process:
 
     async def end(self) -> None:
         """However it is now: nothing is left of it."""
-        if self.process.returncode is None:
-            self.send(signal.SIGCONT)
-            self.process.kill()
+        with contextlib.suppress(ProcessLookupError):  # reaped by a thread that has not told us yet
+            if self.process.returncode is None:
+                self.send(signal.SIGCONT)
+                self.process.kill()
         await self.process.wait()
 
 
