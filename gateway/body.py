@@ -9,6 +9,7 @@ answer (or a benchmark) to a question that nobody asked.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -108,6 +109,10 @@ def json_path(loc: tuple[int | str, ...]) -> str:
 
 
 def show(value: Any) -> str:
-    """`value` as JSON of bounded length."""
+    """`value` as JSON of bounded length, for which no more of it is read than may be needed."""
+    if isinstance(value, dict):
+        value = dict(islice(value.items(), MAX_SHOWN))
+    elif isinstance(value, list):
+        value = value[:MAX_SHOWN]
     text = to_json(value, inf_nan_mode="constants", fallback=str).decode()
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
