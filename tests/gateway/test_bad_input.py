@@ -71,6 +71,7 @@ BOTH: list[tuple[str, Any, str, str]] = [
     ("logit_bias", {"²": 1}, "logit_bias", "token id"),
     ("logit_bias", {"007": 1}, "logit_bias", "token id"),
     ("logit_bias", {"9" * 5000: 1}, "logit_bias", "token id"),
+    ("logit_bias", {str(i): 1 for i in range(1025)}, "logit_bias", "1025 entries, at most 1024 are allowed"),
     ("logit_bias", {"1": 101}, "logit_bias", "[-100, 100]"),
     ("logit_bias", {"1": float("nan")}, "logit_bias", "[-100, 100]"),
     ("logit_bias", {"1": "5"}, "logit_bias", "number"),
