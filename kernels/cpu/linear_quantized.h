@@ -16,11 +16,9 @@ namespace {
 // Of one item. Its x stays in a cache: the first level, or the second beside panels that fill the first.
 constexpr int MAX_ROW_TILES = LANES == 16 ? 14 : 4;
 
-// Panels that a tile multiplies at once: of 32 registers, its sums take 12 as integers and 12 as floats. A row or two
-// wait for memory, which is read faster in several places at once.
-constexpr int tile_panels(int64_t rows) { return LANES < 16 ? 1 : rows <= 2 ? 4 : 2; }
-constexpr int MAX_PANELS = tile_panels(1);
-constexpr CacheLevel INTO = MAX_PANELS > 1 ? SECOND_LEVEL : FIRST_LEVEL;  // what the next ones are fetched
+// Panels that a tile multiplies at once: of 32 registers, its sums take 12 as integers and 12 as floats.
+constexpr int PANELS = LANES == 16 ? 2 : 1;
+constexpr CacheLevel INTO = PANELS > 1 ? SECOND_LEVEL : FIRST_LEVEL;  // what the next ones are fetched
 
 // Adjoining panels.
 struct Panels {
@@ -36,12 +34,12 @@ struct Panels {
 };
 
 // Of vectors of integers, or of floats.
-template <class V, int ROWS, int PANELS>
+template <class V, int ROWS>
 using Sums = V[ROWS][PANELS][VECTORS];
 
 // Adds the products of a step. x: its cells of the first row; a group's cells lie between rows.
-template <class Format, int ROWS, int PANELS>
-inline void multiply_step(const int32_t* x, const uint8_t* step, int64_t panel_bytes, Sums<VecInt, ROWS, PANELS>& acc) {
+template <class Format, int ROWS>
+inline void multiply_step(const int32_t* x, const uint8_t* step, int64_t panel_bytes, Sums<VecInt, ROWS>& acc) {
   for (int j = 0; j < Format::CELLS; j++) {
     VecInt rows[PANELS][VECTORS];
     for (int p = 0; p < PANELS; p++)
@@ -66,9 +64,9 @@ inline void multiply_step(const int32_t* x, const uint8_t* step, int64_t panel_b
 enum class Scaling { BY_ROW, BY_GROUP, WITH_OFFSETS };
 
 // sums[r][p] += what integers of group g of x and of W stand for.
-template <class Format, Scaling SCALING, int ROWS, int PANELS>
-inline void add_group(const Sums<VecInt, ROWS, PANELS>& acc, const XGroup& x, const Panels& panels, int64_t g,
-                      Sums<Vec, ROWS, PANELS>& sums) {
+template <class Format, Scaling SCALING, int ROWS>
+inline void add_group(const Sums<VecInt, ROWS>& acc, const XGroup& x, const Panels& panels, int64_t g,
+                      Sums<Vec, ROWS>& sums) {
 #pragma GCC unroll 16
   for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 16
@@ -86,16 +84,16 @@ inline void add_group(const Sums<VecInt, ROWS, PANELS>& acc, const XGroup& x, co
 }
 
 // out[r][p] = rows of panel p times row r of x's tile that begins with row `first`.
-template <class Format, int ROWS, int PANELS>
+template <class Format, int ROWS>
 __attribute__((noinline))  // else all numbers of rows share one function, which has too few registers: half the speed
 void multiply_tile(const QuantizedRows<Format>& x, int64_t first, const Panels& panels, Fetch fetch, float* out) {
   constexpr int64_t GROUP_STEPS = GROUP / STEP_COLUMNS;
   const uint8_t* step = panels.steps;
-  Sums<Vec, ROWS, PANELS> sums = {};
+  Sums<Vec, ROWS> sums = {};
   for (int64_t g = 0; g < x.groups; g++) {
     const XGroup group = x.group(first, ROWS, g);
     const int32_t* cells = group.cells;
-    Sums<VecInt, ROWS, PANELS> acc;
+    Sums<VecInt, ROWS> acc;
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
       for (int p = 0; p < PANELS; p++)
@@ -146,12 +144,11 @@ struct QuantizedLinear {
 
   // Panels that are left over go one at a time, as if each were several.
   void multiply_run(const Rows& packed, const PanelRun& run, int64_t first) const {
-    const int64_t several = tile_panels(packed.tile_begin(1));  // alike for all tiles of a block
     for (int64_t p = run.begin, count; p < run.end; p += count) {
-      count = run.end - p < several ? 1 : several;
+      count = run.end - p < PANELS ? 1 : PANELS;
       Panels panels = panels_from(run.matrix, p);
-      const char* next = reinterpret_cast<const char*>(panels.steps) + several * panels.bytes;
-      if (count < several) panels.bytes = panels.values = 0;
+      const char* next = reinterpret_cast<const char*>(panels.steps) + PANELS * panels.bytes;
+      if (count < PANELS) panels.bytes = panels.values = 0;
       multiply_panels(packed, panels, next, run, p, count, first);
     }
   }
@@ -178,36 +175,34 @@ struct QuantizedLinear {
                        int64_t count, int64_t first) const {
     for (int64_t t = 0; t < packed.tiles; t++) {
       const int64_t tile = packed.tile_begin(t), width = packed.tile_begin(t + 1) - tile;
-      alignas(64) float sums[ROW_TILE * tile_panels(ROW_TILE) * PANEL];
+      alignas(64) float sums[ROW_TILE * PANELS * PANEL];
       const Fetch fetch{next + panels.bytes * t / packed.tiles, Format::STEP_BYTES / packed.tiles};
       with_constant<ROW_TILE>(width, [&](auto rows) {
-        constexpr int ROWS = decltype(rows)::value, PANELS = tile_panels(ROWS);
-        fetch_output(first + tile, ROWS, run.column + (begin - run.begin) * PANEL, PANELS * PANEL);
-        multiply_tile<Format, ROWS, PANELS>(packed, tile, panels, fetch, sums);
-        for (int64_t p = 0; p < count; p++)
-          store_panel(run, begin + p, sums + p * PANEL, PANELS * PANEL, first + tile, ROWS);
+        constexpr int ROWS = decltype(rows)::value;
+        fetch_output(first + tile, ROWS, run.column + (begin - run.begin) * PANEL);
+        multiply_tile<Format, ROWS>(packed, tile, panels, fetch, sums);
+        for (int64_t p = 0; p < count; p++) store_panel(run, begin + p, sums + p * PANEL, first + tile, ROWS);
       });
     }
   }
 
   // Else the stores would wait for their lines of memory.
-  void fetch_output(int64_t row, int64_t rows, int64_t column, int64_t columns) const {
+  void fetch_output(int64_t row, int64_t rows, int64_t column) const {
     for (int64_t r = row; r < row + rows; r++) {
       const X* to = out + r * plan.columns + column;
       __builtin_prefetch(to, 1);
-      __builtin_prefetch(to + columns - 1, 1);
+      __builtin_prefetch(to + PANELS * PANEL - 1, 1);
     }
   }
 
   // One panel's sums to `width` rows of the output.
-  void store_panel(const PanelRun& run, int64_t panel, const float* sums, int64_t stride, int64_t row,
-                   int64_t width) const {
+  void store_panel(const PanelRun& run, int64_t panel, const float* sums, int64_t row, int64_t width) const {
     const int64_t column = run.column + (panel - run.begin) * PANEL;
     for_vectors(run.columns(panel), [&](int64_t i, int64_t n) {
       const Vec scale = load(run.matrix.row_scales + panel * PANEL + i);
       const Vec shift = bias == nullptr ? Vec{} : load_some(bias + column + i, n);
       for (int64_t r = 0; r < width; r++)
-        store_some(out + (row + r) * plan.columns + column + i, load(sums + r * stride + i) * scale + shift, n);
+        store_some(out + (row + r) * plan.columns + column + i, load(sums + r * PANELS * PANEL + i) * scale + shift, n);
     });
   }
 };
@@ -218,7 +213,7 @@ void multiply_quantized(const void* x, int64_t x_stride, int64_t rows, const Wei
   using Call = QuantizedLinear<X, Format>;
   if (rows == 0) return;
   const Call call{static_cast<const X*>(x), x_stride, static_cast<const X*>(bias), static_cast<X*>(out),
-                  PanelPlan(weights, rows, Call::most_rows(weights.depth), MAX_PANELS, threads)};
+                  PanelPlan(weights, rows, Call::most_rows(weights.depth), PANELS, threads)};
   parallel_for_with<typename Call::Rows>(call.plan.items(), threads,
                                          [&](auto& packed, int64_t item) { call.compute(packed, item); });
 }
