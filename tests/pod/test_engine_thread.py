@@ -15,6 +15,7 @@ from engine.batch import Batch, TokenEvent
 from engine.core import EngineConfig, EngineCore
 from engine.fake import FakeRunner, fake_generate
 from engine.sequence import SampledToken, SamplingParams, SequenceSpec
+from pod import engine_thread
 from pod.engine_thread import EngineThread
 from proto.errors import InternalError
 
@@ -35,8 +36,13 @@ class Watched:
         self.batches: list[int] = []
         self.crashes: list[BaseException] = []
         self.changed = asyncio.Event()
+        self.on_step: Callable[[], None] = lambda: None  # on the engine's thread
         self.step_times: list[float] = []
-        self.thread = EngineThread(core, self._on_events, on_crash=self._on_crash, on_step=self.step_times.append)
+        self.thread = EngineThread(core, self._on_events, on_crash=self._on_crash, on_step=self._stepped)
+
+    def _stepped(self, step_s: float) -> None:
+        self.step_times.append(step_s)
+        self.on_step()
 
     def _on_events(self, events: list[TokenEvent]) -> None:
         self.events += events
@@ -86,6 +92,22 @@ async def test_a_result_comes_after_the_events_of_earlier_steps() -> None:
         while num_steps < 5:  # a token a step
             num_steps = await watcher.thread.call(lambda core: len(watcher.step_times))
             assert len(watcher.events) >= num_steps
+
+
+@pytest.mark.parametrize(("load_s", "num_running"), [(0.0, [0, 1, 1, 1, 1]), (1000.0, [0] * 5)])
+async def test_the_load_is_told_now_and_then_and_at_rest(
+    monkeypatch: pytest.MonkeyPatch, load_s: float, num_running: list[int]
+) -> None:
+    """At rest before the last events, so that whoever has seen the last token sees the blocks free."""
+    monkeypatch.setattr(engine_thread, "LOAD_S", load_s)
+    seen: list[int] = []
+    async with watched(make_core()) as watcher:
+        watcher.on_step = lambda: seen.append(watcher.thread.load.num_running)
+        await watcher.thread.call(lambda core: core.add(spec("a")))
+        await watcher.until(lambda: len(watcher.events) == 5)
+        load = watcher.thread.load
+        assert (load.num_waiting, load.num_running, load.num_free_blocks) == (0, 0, BLOCKS)
+    assert seen == num_running
 
 
 async def test_commands_run_on_one_other_thread_in_order() -> None:
