@@ -26,6 +26,7 @@ from tests.support.ports import free_port
 from tests.support.processes import PodProcess
 from tests.support.registry import RegistryServer
 
+WAIT_S = 10.0
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "stop_token_ids": []}
 
 
@@ -57,10 +58,15 @@ class Setup:
         client = PodClient(pod.fields["address"])
         self._stack.push_async_callback(client.close)
         if pod.fields["role"] == "decode":
-            record = await self.record(pod)
-            assert record is not None, "it is ready, so it is registered"
-            await client.open_stream(record)
+            await client.open_stream(await self.present_record(pod))
         return client
+
+    async def present_record(self, pod: PodProcess) -> PodRecord:
+        """Waits for it: on a busy machine a heartbeat comes later than its predecessor expires."""
+        async with asyncio.timeout(WAIT_S):
+            while (record := await self.record(pod)) is None:  # noqa: ASYNC110  # nothing announces it
+                await asyncio.sleep(0.01)
+        return record
 
     async def record(self, pod: PodProcess) -> PodRecord | None:
         async with redis.asyncio.from_url(self.registry_url) as registry:

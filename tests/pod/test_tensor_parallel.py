@@ -31,6 +31,7 @@ from tests.support.processes import PodProcess
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 NUM_OUTPUT = 12
+WAIT_S = 10.0
 ENDLESS: dict[str, Any] = {"max_tokens": NUM_OUTPUT, "ignore_eos": True, "stop_token_ids": []}
 
 
@@ -71,9 +72,11 @@ class Pods:
         return pod, client
 
     async def record(self, pod: PodProcess) -> PodRecord:
-        async with redis.asyncio.from_url(self._registry_url) as registry:
-            stored = await registry.get(pod_key(self._cluster, pod.fields["pod_id"]))
-        assert isinstance(stored, bytes)
+        """Waits for it: on a busy machine a heartbeat comes later than its predecessor expires."""
+        async with redis.asyncio.from_url(self._registry_url) as registry, asyncio.timeout(WAIT_S):
+            key = pod_key(self._cluster, pod.fields["pod_id"])
+            while not isinstance(stored := await registry.get(key), bytes):  # noqa: ASYNC110  # nothing announces it
+                await asyncio.sleep(0.01)
         return PodRecord.FromString(stored)
 
     async def fingerprint(self, pod: PodProcess) -> str:
