@@ -61,7 +61,7 @@ OURS = (POD, "front", "router", "gateway")
 
 
 def _goals(streams: int, *, pod_hops: float, hops: float, by_apart: float) -> tuple[Goal, ...]:
-    """How many floors of a hop the pod's loop and the way to the client may take; what part of that is left together."""
+    """How many floors of a hop the pod's loop and the whole way may take; what part of it is left together."""
     together, apart = f"{streams} {TOGETHER}", f"{streams} {APART}"
     hop = ("echo", "hop")
     return (
