@@ -47,6 +47,7 @@ class TokenStream:
         self._on_hello = on_hello
         self._on_end = on_end
         self._max_pending_tokens = max_pending_tokens
+        self._epoch = epoch
         self._news = pods_pb2.StepTokens(epoch=epoch)  # the next message
         self._by_sequence: dict[str, pods_pb2.SequenceTokens] = {}  # what is in it
         self._num_silent = 0  # of our beats
@@ -101,7 +102,8 @@ class TokenStream:
         self._clear()
 
     def _clear(self) -> None:
-        del self._news.sequences[:]
+        """Makes a message anew: protobuf frees what was ever put into one only with the whole of it."""
+        self._news = pods_pb2.StepTokens(epoch=self._epoch)
         self._by_sequence.clear()
 
     def _beat(self) -> None:
@@ -125,7 +127,7 @@ class TokenStream:
     def _on_closed(self, closed: asyncio.Future[str]) -> None:
         peer, why = self.connection.peer, closed.result()
         if self.router_id:
-            log.info("router %s at %s: its token stream ended: %s", self.router_id, peer, why)
+            log.info("router %r at %s: its token stream ended: %s", self.router_id, peer, why)
         else:
             log.warning("refused %s on the token port: %s", peer, why)
         self.end(PodUnavailable("the connection has ended"))

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
+import psutil
 import pytest
 
 from decode_service import stream as stream_module
@@ -100,6 +101,18 @@ async def test_a_step_is_one_message(router: Router) -> None:
     add(router.stream, 2, "b", 21)
     router.stream.flush()
     assert router.take() == [pods_pb2.StepTokens(epoch=EPOCH, step=2, sequences=[tokens("b", 21)])]
+
+
+async def test_what_was_sent_takes_no_memory(router: Router) -> None:
+    process = psutil.Process()
+    name = "x" * 200
+    for step in range(40_000):  # 20 MB
+        if step == 2000:
+            rss = process.memory_info().rss
+        add(router.stream, step, name, step)
+        router.stream.flush()
+        router.take()
+    assert process.memory_info().rss - rss < 5 << 20
 
 
 async def test_a_lagging_router_gets_steps_merged(router: Router) -> None:

@@ -175,7 +175,7 @@ class Monkey:
         self._note("thaw", "registry")
 
     async def _freeze_router(self) -> None:
-        """Clients give it up after about 6 s, pods after 10 s."""
+        """Clients give it up after about 6 s, pods after 8 s."""
         router, seconds = self._rng.choice(self._stack.routers), self._rng.choice((0.5, 2.5, 12.0))
         if not self.router_up[router].is_set():
             return
