@@ -42,7 +42,10 @@ class PairDecodeProducts {
     for (; d < head_dim; d += TILE_COLUMNS) add_chunks<1>(v, tile, next, rounded, factors, d);
   }
 
-  const float* sums(int g) const { return acc[g]; }
+  template <class T>
+  void store_sums(int g, float factor, T* to) const {
+    store_scaled(to, acc[g], factor, head_dim);
+  }
 
  private:
   int64_t head_dim;
@@ -75,7 +78,8 @@ class PairDecodeProducts {
         keys[key] = load_pairs_of(k + places[key * WIDTH].row + d, TILE_COLUMNS);
       }
       for (int g = 0; g < G; g++) {
-        const Vec query = load_pairs_of(q[g] + d, TILE_COLUMNS);
+        Vec query = load_pairs_of(q[g] + d, TILE_COLUMNS);
+        KEEP_IN_REGISTER(query);
         for (int key = 0; key < 2; key++) dots[g][key] = add_pairs(dots[g][key], keys[key], query);
       }
     }

@@ -40,7 +40,10 @@ class VectorDecodeProducts {
     for (; d < head_dim; d += LANES) add_chunks<1>(v, tile, next, weights, factors, d);
   }
 
-  const float* sums(int g) const { return acc[g]; }
+  template <class T>
+  void store_sums(int g, float factor, T* to) const {
+    store_scaled(to, acc[g], factor, head_dim);
+  }
 
  private:
   int64_t head_dim;

@@ -2,6 +2,7 @@
 // is loaded and converted once for the whole group.
 #pragma once
 
+#include "decode_bytes.h"
 #include "decode_pairs.h"
 #include "decode_vectors.h"
 #include "parallel.h"
@@ -12,12 +13,20 @@ namespace {
 
 constexpr int MAX_GROUP = 8;  // query heads that fit the registers at once
 
+// What multiplies G query heads by a cache of E.
+template <class E, int G>
+struct DecodeProductsOf {
+  using Products = VectorDecodeProducts<E, G>;
+};
 #ifdef BASE_OPS
-template <class E, int G>
-using DecodeProducts = PairDecodeProducts<G>;
-#else
-template <class E, int G>
-using DecodeProducts = VectorDecodeProducts<E, G>;
+template <int G>
+struct DecodeProductsOf<bf16, G> {
+  using Products = PairDecodeProducts<G>;
+};
+template <int G>
+struct DecodeProductsOf<int8, G> {
+  using Products = ByteDecodeProducts<G>;
+};
 #endif
 
 // E: what the cache stores. Scales of a quantised cache multiply a key's scores and its softmax weights: one product a
@@ -28,7 +37,7 @@ struct DecodeGroup {
   ContextReader<E> context;
   int64_t head_dim;
   Scoring scoring;
-  DecodeProducts<E, G> products;
+  typename DecodeProductsOf<E, G>::Products products;
   alignas(64) float scores[G][DECODE_TILE];
   RunningSoftmax softmax[G];
 
@@ -43,12 +52,22 @@ struct DecodeGroup {
   // Multiplies each key's scores, or weights, by its scale, and fetches the next tile's.
   void apply_scales([[maybe_unused]] const float* scales, const Tile& tile, const Tile& next) {
     if constexpr (QUANTISED<E>) {
-      alignas(64) float of_key[DECODE_TILE] = {};
-      for (int64_t i = 0; i < tile.count; i++) of_key[i] = scales[tile.places[i].scale];
-      for (int g = 0; g < G; g++)
-        for (int64_t i = 0; i < tile.count; i += LANES) store(scores[g] + i, load(scores[g] + i) * load(of_key + i));
-      for (int64_t i = 0; i < next.count; i += SCALES_PER_LINE) __builtin_prefetch(scales + next.places[i].scale);
+      for (int64_t i = 0; i < tile.count; i += LANES) {
+        const Vec of_key = scales_of(scales, tile, i);
+        for (int g = 0; g < G; g++) store(scores[g] + i, load(scores[g] + i) * of_key);
+      }
+      for (int64_t i = 0; i < next.count; i += SCALES_PER_LINE) __builtin_prefetch(scales + next.places[i].scale, 0, 2);
     }
+  }
+
+  // Of keys i and after of the tile, zeros after its last one.
+  Vec scales_of(const float* scales, const Tile& tile, int64_t i) const {
+    const int64_t first = tile.places[i].scale, last = tile.places[i + LANES - 1].scale;
+    const bool side_by_side = context.block_size >= LANES && last - first == LANES - 1;
+    if (side_by_side) return load(scales + first);  // a vector stored in parts takes long to be read
+    alignas(64) float of_key[LANES] = {};
+    for (int64_t key = i; key < min(i + LANES, tile.count); key++) of_key[key - i] = scales[tile.places[key].scale];
+    return load(of_key);
   }
 
   // `after`: what will be read when this is done.
@@ -72,7 +91,7 @@ struct DecodeGroup {
   template <class T>
   void finish(const Heads& out, int64_t token, int64_t head) const {
     for (int g = 0; g < G; g++)
-      store_scaled(row<T>(out, token, head + g), products.sums(g), softmax[g].inverse(), head_dim);
+      products.store_sums(g, softmax[g].inverse(), row<T>(out, token, head + g));
   }
 };
 
@@ -131,6 +150,8 @@ int64_t paged_decode(const Heads& q, const Cache& cache, const Context& context,
   const bool is_bfloat16 = cache.format == CacheFormat::AS_COMPUTED || cache.format == CacheFormat::BFLOAT16;
   if (is_bfloat16 && PairDecodeProducts<1>::takes(cache.head_dim))
     return decode_from<bf16, bf16>(q, cache, context, scoring, out, threads);
+  if (cache.format == CacheFormat::INT8 && ByteDecodeProducts<1>::takes(cache.head_dim))
+    return decode_from<bf16, int8>(q, cache, context, scoring, out, threads);
   return BASE_OPS.paged_decode(BFLOAT16, q, cache, context, scoring, out, threads);
 #else
   return by_format<T>(cache, [&](auto element) {

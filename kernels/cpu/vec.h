@@ -210,9 +210,10 @@ inline Vec blend(Vec a, Vec b) {
 }
 
 // Adds lanes WIDTH apart: those of `a` into the lanes whose number lacks the bit WIDTH, those of `b` into the others.
-template <int WIDTH>
-inline Vec fold(Vec a, Vec b) {
-  return blend<WIDTH>(a, b) + pick(a, b, [](int i) { return i & WIDTH ? LANES + i - WIDTH : i + WIDTH; });
+template <int WIDTH, class V>
+inline V fold(V a, V b) {
+  const Vec others = pick((Vec)a, (Vec)b, [](int i) { return i & WIDTH ? LANES + i - WIDTH : i + WIDTH; });
+  return (V)blend<WIDTH>((Vec)a, (Vec)b) + (V)others;
 }
 
 template <int WIDTH>
