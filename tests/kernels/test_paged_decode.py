@@ -98,6 +98,19 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
 
 
 @every_backend
+@pytest.mark.parametrize("of", ["k_scales", "v_scales"])
+def test_a_token_that_was_not_finite_reaches_what_attends_to_it_alone(implementation: str, of: str) -> None:
+    case = attention(dataclasses.replace(SHAPE, dtype=torch.bfloat16, kv_dtype=torch.int8))
+    getattr(case.kv, of)[case.block_tables[0, 1], 1, 3] = torch.nan
+    out = decode(case, implementation)
+    poisoned = torch.zeros(3, 9, dtype=torch.bool)
+    poisoned[0, 3:6] = True
+    assert out.isnan().all(2).equal(poisoned)
+    extra = weight_rounding(implementation, torch.bfloat16)
+    assert_close(out[~poisoned], case.expected[~poisoned.numpy()], extra=extra)
+
+
+@every_backend
 @pytest.mark.parametrize("block", [-1, 1_000])
 def test_a_block_outside_the_cache_is_refused(implementation: str, block: int) -> None:
     case = attention(SHAPE)
