@@ -223,8 +223,8 @@ def main() -> int:
         values = [each[key] for each in rounds]
         print(f"{' '.join(key)}: {statistics.median(values):.2f} ms a step (least {min(values):.2f})")
     table = [{" ".join(key): value for key, value in each.items()} for each in rounds]
-    one = _goals(1, pod_hops=1.0, hops=2.75, by_apart=0.75)
-    many = _goals(16, pod_hops=1.25, hops=6.0, by_apart=0.85)
+    one = _goals(1, pod_hops=1.0, hops=2.75, by_apart=0.8)
+    many = _goals(16, pod_hops=1.25, hops=6.0, by_apart=0.9)
     report(evaluate([*one, *many], rounds, {}), arguments.json, rounds=table)
     return 0
 
