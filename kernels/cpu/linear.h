@@ -9,10 +9,18 @@
 
 namespace {
 
-// What multiplies x of X by floating-point weights of W.
+// What multiplies x of X by weights of W.
 template <class X, class W>
 struct BlockOf {
   using Block = PanelBlock<X, W>;
+};
+template <class X>
+struct BlockOf<X, Int8> {
+  using Block = QuantizedBlock<X, Int8>;
+};
+template <class X>
+struct BlockOf<X, Int4> {
+  using Block = QuantizedBlock<X, Int4>;
 };
 #if defined(HAVE_AMX)
 template <>
@@ -29,8 +37,8 @@ struct BlockOf<bf16, bf16> {
 template <class X>
 int64_t linear(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias, void* out,
                int threads) {
-  const auto run = weights.dtype == INT4       ? multiply_quantized<X, Int4>
-                   : weights.dtype == INT8     ? multiply_quantized<X, Int8>
+  const auto run = weights.dtype == INT4       ? multiply_panels<X, typename BlockOf<X, Int4>::Block>
+                   : weights.dtype == INT8     ? multiply_panels<X, typename BlockOf<X, Int8>::Block>
                    : weights.dtype == BFLOAT16 ? multiply_panels<X, typename BlockOf<X, bf16>::Block>
                                                : multiply_panels<X, typename BlockOf<X, float>::Block>;
   run(x, x_stride, rows, weights, bias, out, threads);
@@ -41,10 +49,11 @@ int64_t linear(const void* x, int64_t x_stride, int64_t rows, const Weights& wei
 template <class X>
 void gated_linear(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias,
                   Activation activation, void* wide, void* out, int threads) {
-  const bool quantized = weights.dtype == INT8 || weights.dtype == INT4;
-  if (!quantized && is_gate_and_up(weights)) {
-    const auto run = weights.dtype == BFLOAT16 ? multiply_gated<X, typename BlockOf<X, bf16>::Block>
-                                               : multiply_gated<X, typename BlockOf<X, float>::Block>;
+  if (is_gate_and_up(weights)) {
+    const auto run = weights.dtype == INT4       ? multiply_gated<X, typename BlockOf<X, Int4>::Block>
+                     : weights.dtype == INT8     ? multiply_gated<X, typename BlockOf<X, Int8>::Block>
+                     : weights.dtype == BFLOAT16 ? multiply_gated<X, typename BlockOf<X, bf16>::Block>
+                                                 : multiply_gated<X, typename BlockOf<X, float>::Block>;
     return run(x, x_stride, rows, weights, bias, activation, out, threads);
   }
   int64_t columns = 0;

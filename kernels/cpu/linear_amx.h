@@ -34,8 +34,8 @@ class AmxBlock {
   static constexpr int64_t MOST_SUMS = MAX_X_TILES * TILE_ROWS * 2 * PANEL;  // of max_rows() by at_once() panels
 
   // Copies x tile after tile, with zeros for rows and columns that only fill the last ones.
-  void take(int64_t which, const bf16* x, int64_t stride, int64_t count, int64_t columns) {
-    index = which, rows = count, depth = columns;
+  void take(int64_t which, const bf16* x, int64_t stride, int64_t count, const Weights& weights) {
+    index = which, rows = count, depth = weights.depth;
     bf16* to = packed;
     for (int64_t first = 0; first < rows; first += TILE_ROWS)
       for (int64_t k = 0; k < depth; k += TILE_COLUMNS)

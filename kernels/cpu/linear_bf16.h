@@ -37,8 +37,8 @@ class PairsBlock {
   static constexpr int64_t MOST_SUMS = MAX_ROWS * 2 * PANEL;  // of max_rows() by at_once() panels
 
   // Copies x tile after tile: [steps of LANES pairs, rows of the tile, LANES pairs].
-  void take(int64_t which, const bf16* from, int64_t from_stride, int64_t count, int64_t columns) {
-    index = which, rows = count, depth = columns, tiles = tiles_of(count);
+  void take(int64_t which, const bf16* from, int64_t from_stride, int64_t count, const Weights& weights) {
+    index = which, rows = count, depth = weights.depth, tiles = tiles_of(count);
     float* to = x;
     for (int64_t t = 0; t < tiles; t++)
       for (int64_t k = 0; k < depth; k += TILE_COLUMNS)

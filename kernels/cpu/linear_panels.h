@@ -119,7 +119,8 @@ class PanelBlock {
   static int64_t at_once(int64_t rows) { return rows <= TILE ? panels_at_once(rows) : 1; }
   static constexpr int64_t MOST_SUMS = max(MAX_TILES, MAX_AT_ONCE) * TILE * PANEL;  // of max_rows() by at_once() panels
 
-  void take(int64_t which, const X* from, int64_t from_stride, int64_t count, int64_t columns) {
+  void take(int64_t which, const X* from, int64_t from_stride, int64_t count, const Weights& weights) {
+    const int64_t columns = weights.depth;
     index = which, rows = count, depth = columns, tiles = ceil_div(count, TILE);
     if constexpr (sizeof(X) == sizeof(float)) {
       x = from, stride = from_stride;
@@ -184,8 +185,7 @@ void multiply_panels(const void* x, int64_t x_stride, int64_t rows, const Weight
   parallel_for_with<Block>(plan.items(), threads, [&](auto& block, int64_t item) {
     const int64_t b = plan.block_of(item), first = plan.first_row(b);
     if (block.index != b)
-      block.take(b, static_cast<const X*>(x) + first * x_stride, x_stride, plan.first_row(b + 1) - first,
-                 weights.depth);
+      block.take(b, static_cast<const X*>(x) + first * x_stride, x_stride, plan.first_row(b + 1) - first, weights);
     plan.for_runs(item, [&](const PanelRun& run) {
       block.multiply(run, bias == nullptr ? nullptr : static_cast<const X*>(bias) + run.column,
                      static_cast<X*>(out) + first * plan.columns + run.column, plan.columns);
@@ -234,7 +234,7 @@ void multiply_gated(const void* x, int64_t x_stride, int64_t rows, const Weights
   parallel_for_with<GatedBlock<X, Block>>(plan.items(), threads, [&](auto& gated, int64_t item) {
     const int64_t b = plan.block_of(item), first = plan.first_row(b), count = plan.first_row(b + 1) - first;
     if (gated.block.index != b)
-      gated.block.take(b, static_cast<const X*>(x) + first * x_stride, x_stride, count, weights.depth);
+      gated.block.take(b, static_cast<const X*>(x) + first * x_stride, x_stride, count, weights);
     for (int64_t p = plan.first_panel(item); p < plan.end_panel(item); p += at_once)
       gated.multiply(plan, p, min(p + at_once, plan.end_panel(item)), static_cast<const X*>(bias),
                      gate_row_of<X>(activation), count, static_cast<X*>(out) + first * plan.columns);

@@ -6,7 +6,6 @@
 
 #include "ops.h"
 #include "panels.h"
-#include "parallel.h"
 #include "quantized_formats.h"
 #include "quantized_rows.h"
 #include "vec.h"
@@ -120,44 +119,47 @@ void multiply_tile(const QuantizedRows<Format>& x, int64_t first, const Panels& 
       for (int v = 0; v < VECTORS; v++) store(out + (r * PANELS + p) * PANEL + v * LANES, sums[r][p][v]);
 }
 
-// One call: X are the elements of x, of the bias and of the output.
+// A block of rows of x as integers, against any panels. A thread keeps it while it multiplies.
 template <class X, class Format>
-struct QuantizedLinear {
-  using Rows = QuantizedRows<Format>;
+class QuantizedBlock {
+  static constexpr int64_t MAX_ROWS = MAX_ROW_TILES * ROW_TILE;
 
-  const X* x;
-  int64_t x_stride;
-  const X* bias;
-  X* out;
-  PanelPlan plan;
+ public:
+  int64_t index = -1;  // which rows of x these are
 
-  static int64_t most_rows(int64_t depth) { return min(Rows::max_rows(depth), MAX_ROW_TILES * ROW_TILE); }
+  QuantizedBlock() {}  // leaves its memory as it is
 
-  // `packed` stays with the thread: a block of x is packed once for all of its chunks.
-  void compute(Rows& packed, int64_t item) const {
-    const int64_t block = plan.block_of(item), first = plan.first_row(block);
-    if (packed.index != block)
-      packed.pack(block, x + first * x_stride, x_stride, plan.first_row(block + 1) - first, plan.weights.depth,
-                  Format::middle(plan.weights.matrices[0].offsets != nullptr));
-    plan.for_runs(item, [&](const PanelRun& run) { multiply_run(packed, run, first); });
+  static int64_t max_rows(int64_t depth) { return min(QuantizedRows<Format>::max_rows(depth), MAX_ROWS); }
+  static int64_t at_once(int64_t) { return PANELS; }
+  static constexpr int64_t MOST_SUMS = MAX_ROWS * PANELS * PANEL;  // of max_rows() by at_once() panels
+
+  void take(int64_t which, const X* from, int64_t from_stride, int64_t count, const Weights& of) {
+    index = which, weights = &of;
+    rows.pack(from, from_stride, count, of.depth, Format::middle(of.matrices[0].offsets != nullptr));
   }
 
-  // Panels that are left over go one at a time, as if each were several.
-  void multiply_run(const Rows& packed, const PanelRun& run, int64_t first) const {
+  // out[i, j] = x row i times row j of the run's panels. Those left over go one at a time, as if each were several.
+  void multiply(const PanelRun& run, const X* bias, X* out, int64_t out_stride) const {
     for (int64_t p = run.begin, count; p < run.end; p += count) {
       count = run.end - p < PANELS ? 1 : PANELS;
       Panels panels = panels_from(run.matrix, p);
       const char* next = reinterpret_cast<const char*>(panels.steps) + PANELS * panels.bytes;
       if (count < PANELS) panels.bytes = panels.values = 0;
-      multiply_panels(packed, panels, next, run, p, count, first);
+      const int64_t before = (p - run.begin) * PANEL;
+      multiply_few(panels, next, {run.matrix, p, p + count, run.column + before},
+                   bias == nullptr ? nullptr : bias + before, out + before, out_stride);
     }
   }
 
+ private:
+  QuantizedRows<Format> rows;
+  const Weights* weights;
+
   Panels panels_from(const Matrix& matrix, int64_t index) const {
-    const int64_t bytes = ceil_div(plan.weights.depth, STEP_COLUMNS) * Format::STEP_BYTES;
-    const int64_t group = max(GROUP, plan.weights.group), values = ceil_div(plan.weights.depth, group) * PANEL;
+    const int64_t bytes = ceil_div(weights->depth, STEP_COLUMNS) * Format::STEP_BYTES;
+    const int64_t group = max(GROUP, weights->group), values = ceil_div(weights->depth, group) * PANEL;
     const auto* scales = static_cast<const half*>(matrix.scales);
-    const bool wide = plan.weights.offsets_dtype == FLOAT32;
+    const bool wide = weights->offsets_dtype == FLOAT32;
     const int64_t at = index * values;
     return {
         static_cast<const uint8_t*>(matrix.data) + index * bytes,
@@ -170,52 +172,40 @@ struct QuantizedLinear {
     };
   }
 
-  // The run's `count` panels from `begin` on. Each tile fetches a share of those after them, from `next` on.
-  void multiply_panels(const Rows& packed, const Panels& panels, const char* next, const PanelRun& run, int64_t begin,
-                       int64_t count, int64_t first) const {
-    for (int64_t t = 0; t < packed.tiles; t++) {
-      const int64_t tile = packed.tile_begin(t), width = packed.tile_begin(t + 1) - tile;
+  // At most PANELS of them. Each tile fetches a share of those after them, from `next` on.
+  void multiply_few(const Panels& panels, const char* next, const PanelRun& run, const X* bias, X* out,
+                    int64_t out_stride) const {
+    for (int64_t t = 0; t < rows.tiles; t++) {
+      const int64_t first = rows.tile_begin(t), width = rows.tile_begin(t + 1) - first;
+      X* to = out + first * out_stride;
+      for (int64_t r = 0; r < width; r++) fetch_output(to + r * out_stride);
       alignas(64) float sums[ROW_TILE * PANELS * PANEL];
-      const Fetch fetch{next + panels.bytes * t / packed.tiles, Format::STEP_BYTES / packed.tiles};
-      with_constant<ROW_TILE>(width, [&](auto rows) {
-        constexpr int ROWS = decltype(rows)::value;
-        fetch_output(first + tile, ROWS, run.column + (begin - run.begin) * PANEL);
-        multiply_tile<Format, ROWS>(packed, tile, panels, fetch, sums);
-        for (int64_t p = 0; p < count; p++) store_panel(run, begin + p, sums + p * PANEL, first + tile, ROWS);
-      });
+      const Fetch fetch{next + panels.bytes * t / rows.tiles, Format::STEP_BYTES / rows.tiles};
+      with_constant<ROW_TILE>(
+          width, [&](auto count) { multiply_tile<Format, decltype(count)::value>(rows, first, panels, fetch, sums); });
+      for (int64_t p = run.begin; p < run.end; p++) {
+        const int64_t before = (p - run.begin) * PANEL;
+        store_panel(run, p, sums + before, width, bias == nullptr ? nullptr : bias + before, to + before, out_stride);
+      }
     }
   }
 
   // Else the stores would wait for their lines of memory.
-  void fetch_output(int64_t row, int64_t rows, int64_t column) const {
-    for (int64_t r = row; r < row + rows; r++) {
-      const X* to = out + r * plan.columns + column;
-      __builtin_prefetch(to, 1);
-      __builtin_prefetch(to + PANELS * PANEL - 1, 1);
-    }
+  static void fetch_output(const X* row) {
+    __builtin_prefetch(row, 1);
+    __builtin_prefetch(row + PANELS * PANEL - 1, 1);
   }
 
   // One panel's sums to `width` rows of the output.
-  void store_panel(const PanelRun& run, int64_t panel, const float* sums, int64_t row, int64_t width) const {
-    const int64_t column = run.column + (panel - run.begin) * PANEL;
+  static void store_panel(const PanelRun& run, int64_t panel, const float* sums, int64_t width, const X* bias, X* out,
+                          int64_t out_stride) {
     for_vectors(run.columns(panel), [&](int64_t i, int64_t n) {
       const Vec scale = load(run.matrix.row_scales + panel * PANEL + i);
-      const Vec shift = bias == nullptr ? Vec{} : load_some(bias + column + i, n);
+      const Vec shift = bias == nullptr ? Vec{} : load_some(bias + i, n);
       for (int64_t r = 0; r < width; r++)
-        store_some(out + (row + r) * plan.columns + column + i, load(sums + r * PANELS * PANEL + i) * scale + shift, n);
+        store_some(out + r * out_stride + i, load(sums + r * PANELS * PANEL + i) * scale + shift, n);
     });
   }
 };
-
-template <class X, class Format>
-void multiply_quantized(const void* x, int64_t x_stride, int64_t rows, const Weights& weights, const void* bias,
-                        void* out, int threads) {
-  using Call = QuantizedLinear<X, Format>;
-  if (rows == 0) return;
-  const Call call{static_cast<const X*>(x), x_stride, static_cast<const X*>(bias), static_cast<X*>(out),
-                  PanelPlan(weights, rows, Call::most_rows(weights.depth), PANELS, threads)};
-  parallel_for_with<typename Call::Rows>(call.plan.items(), threads,
-                                         [&](auto& packed, int64_t item) { call.compute(packed, item); });
-}
 
 }  // namespace

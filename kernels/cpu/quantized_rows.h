@@ -86,7 +86,6 @@ struct QuantizedRows {
   using Value = typename Format::Value;
   static constexpr int CELL_COLUMNS = sizeof(int32_t) / sizeof(Value), GROUP_CELLS = GROUP / CELL_COLUMNS;
 
-  int64_t index = -1;                   // of the block of x that is packed
   int64_t count, tiles, groups, steps;  // rows, and tiles of them; groups and steps of a row
   alignas(64) int32_t cells[ROW_ELEMENTS / CELL_COLUMNS];  // of each tile [groups, its rows, GROUP_CELLS]
   float scales[ROW_ELEMENTS / GROUP + LANES];              // of each tile [groups, its rows]
@@ -104,10 +103,10 @@ struct QuantizedRows {
     return {cells + at * GROUP_CELLS, scales + at, totals + at, starts + at};
   }
 
-  // Takes in block `which` of x: `rows` <= max_rows(depth) of them. middle: what is subtracted of each integer of W.
+  // Takes in `rows` <= max_rows(depth) rows of x. middle: what is subtracted of each integer of W.
   template <class X>
-  void pack(int64_t which, const X* x, int64_t x_stride, int64_t rows, int64_t depth, int32_t middle) {
-    index = which, count = rows, tiles = ceil_div(rows, ROW_TILE);
+  void pack(const X* x, int64_t x_stride, int64_t rows, int64_t depth, int32_t middle) {
+    count = rows, tiles = ceil_div(rows, ROW_TILE);
     groups = ceil_div(depth, GROUP), steps = ceil_div(depth, STEP_COLUMNS);
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t begin = tile_begin(t);

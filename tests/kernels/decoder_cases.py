@@ -22,6 +22,8 @@ from kernels.decoder import (
 from kernels.flat_batch import FlatBatch
 from kernels.kv_cache import PagedKV
 from kernels.linear import LinearWeights
+from kernels.quantized import QuantizedMatrix
+from tests.kernels.quantized_cases import Format, make_matrix
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 NUM_BLOCKS, BLOCK_SIZE, NUM_POSITIONS, VOCAB = 40, 4, 64, 30
@@ -44,6 +46,7 @@ class Shape:
     soft_cap: float | None = None
     activation: Activation = "silu"
     gate_up_as_one: bool = False
+    quantized: Format | None = None  # all weights of the layers
 
     @property
     def num_heads(self) -> int:
@@ -67,8 +70,17 @@ def _norms(shape: Shape, first: bool = False) -> dict[str, Any]:
 
 
 def make_linear(shape: Shape, columns: int, *rows: int) -> LinearWeights:
-    parts = tuple((torch.randn(n, columns) * columns**-0.5).to(shape.weights_dtype) for n in rows)
-    return LinearWeights(parts, torch.randn(sum(rows)).to(shape.dtype) if shape.bias else None)
+    return LinearWeights(
+        tuple(_make_matrix(shape, n, columns) for n in rows),
+        torch.randn(sum(rows)).to(shape.dtype) if shape.bias else None,
+    )
+
+
+def _make_matrix(shape: Shape, rows: int, columns: int) -> torch.Tensor | QuantizedMatrix:
+    if shape.quantized is not None:
+        return make_matrix(rows, columns, shape.quantized)[0]
+    values: torch.Tensor = torch.randn(rows, columns) * columns**-0.5
+    return values.to(shape.weights_dtype)
 
 
 def _attention(shape: Shape, layer: int) -> AttentionStage:

@@ -30,6 +30,7 @@ from tests.kernels.decoder_cases import (
     same_caches,
     shapes,
 )
+from tests.kernels.quantized_cases import Format
 
 
 @every_cpu
@@ -110,11 +111,12 @@ def test_a_whole_step_gives_the_bits_of_its_parts(
 @every_cpu
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("gate_up_as_one", [False, True])
+@pytest.mark.parametrize("quantized", [None, Format(8, None), Format(4, 32, torch.float16)])
 def test_blocks_of_rows_have_the_bits_of_the_single_ops(
-    implementation: str, dtype: torch.dtype, gate_up_as_one: bool
+    implementation: str, dtype: torch.dtype, gate_up_as_one: bool, quantized: Format | None
 ) -> None:
     """150 rows are more than one block of every instruction set's, at this depth."""
-    shape = Shape(hidden=2048, inner=80, dtype=dtype, gate_up_as_one=gate_up_as_one)
+    shape = Shape(hidden=2048, inner=80, dtype=dtype, gate_up_as_one=gate_up_as_one, quantized=quantized)
     decoder, batch, caches = make_decoder(shape), make_batch((), ((50, 50),) * 3), make_caches(shape)
     stream, expected_caches = random_stream(shape, batch), copied(caches)
     with using(implementation) as backend:
