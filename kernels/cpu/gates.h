@@ -21,32 +21,41 @@ inline Vec gelu(Vec x) {
   return gated(x, (x * x * x * 0.044715f + x) * SQRT_8_OVER_PI);
 }
 
-// to = activation(gate) * up, of `columns` each.
+// Rows of T, `stride` elements from one to the next.
 template <class T>
-using GateRow = void (*)(const T* gate, const T* up, T* to, int64_t columns);
+struct Rows {
+  T* data;
+  int64_t stride;
+
+  T* operator[](int64_t r) const { return data + r * stride; }
+};
+
+// to = activation(gate) * up, in `rows` rows of `columns`.
+template <class T>
+using Gate = void (*)(Rows<const T> gate, Rows<const T> up, Rows<T> to, int64_t rows, int64_t columns);
 
 template <class T, Vec ACTIVATION(Vec)>
-inline void gate_row(const T* gate, const T* up, T* to, int64_t columns) {
-  for_vectors(columns, [&](int64_t i, int64_t n) {
-    store_some(to + i, ACTIVATION(load_some(gate + i, n)) * load_some(up + i, n), n);
-  });
+inline void multiply_by_gate(Rows<const T> gate, Rows<const T> up, Rows<T> to, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; r++)
+    for_vectors(columns, [&](int64_t i, int64_t n) {
+      store_some(to[r] + i, ACTIVATION(load_some(gate[r] + i, n)) * load_some(up[r] + i, n), n);
+    });
 }
 
 template <class T>
-inline GateRow<T> gate_row_of(Activation activation) {
-  return activation == GELU_TANH ? gate_row<T, gelu> : gate_row<T, silu>;
+inline Gate<T> gate_of(Activation activation) {
+  return activation == GELU_TANH ? multiply_by_gate<T, gelu> : multiply_by_gate<T, silu>;
 }
 
 // gate_up: rows of the gate's `columns`, then as many of up.
 template <class T>
 int64_t gate_rows(const void* gate_up, int64_t row_stride, Activation activation, void* out, int64_t rows,
                   int64_t columns, int threads) {
-  const GateRow<T> gate_one = gate_row_of<T>(activation);
+  const Rows<const T> gate{static_cast<const T*>(gate_up), row_stride};
+  const Rows<T> to{static_cast<T*>(out), columns};
   parallel_rows(rows, 2 * columns, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) {
-      const T* gate = static_cast<const T*>(gate_up) + r * row_stride;
-      gate_one(gate, gate + columns, static_cast<T*>(out) + r * columns, columns);
-    }
+    const Rows<const T> from{gate[begin], row_stride};
+    gate_of<T>(activation)(from, {from.data + columns, row_stride}, {to[begin], columns}, end - begin, columns);
   });
   return OK;
 }

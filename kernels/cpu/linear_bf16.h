@@ -39,11 +39,13 @@ class PairsBlock {
   // Copies x tile after tile: [steps of LANES pairs, rows of the tile, LANES pairs].
   void take(int64_t which, const bf16* from, int64_t from_stride, int64_t count, const Weights& weights) {
     index = which, rows = count, depth = weights.depth, tiles = tiles_of(count);
+    for (int64_t t = 0; t <= tiles; t++) begins[t] = rows * t / tiles;
+    fetched_per_step = STEP_BYTES / tiles;
     float* to = x;
     for (int64_t t = 0; t < tiles; t++)
-      for (int64_t k = 0; k < depth; k += TILE_COLUMNS)
-        for (int64_t r = tile_begin(t); r < tile_begin(t + 1); r++, to += LANES)
-          store(to, load_pairs_of(from + r * from_stride + k, depth - k));
+      for (int64_t k = 0, end = begins[t + 1]; k < weights.depth; k += TILE_COLUMNS)
+        for (int64_t r = begins[t]; r < end; r++, to += LANES)
+          store(to, load_pairs_of(from + r * from_stride + k, weights.depth - k));
   }
 
   // out[i, j] = x row i times row j of the run's panels.
@@ -53,8 +55,8 @@ class PairsBlock {
       count = run.end - p < several ? 1 : several;
       const bf16* w = static_cast<const bf16*>(run.matrix.data) + p * stride;
       for (int64_t t = 0; t < tiles; t++) {
-        const int64_t width = tile_begin(t + 1) - tile_begin(t);
-        bf16* to = out + tile_begin(t) * out_stride;
+        const int64_t width = begins[t + 1] - begins[t];
+        bf16* to = out + begins[t] * out_stride;
         for (int64_t r = 0; r < width; r++)  // what is written when the tile is done
           __builtin_prefetch(to + r * out_stride + (p - run.begin) * PANEL, 1);
         alignas(64) float sums[MAX_SUMS];
@@ -71,20 +73,21 @@ class PairsBlock {
   static constexpr int64_t MAX_SUMS = MOST_ROWS * 2 * PANEL;
   static constexpr int STEP_BYTES = PAIR * PANEL * sizeof(bf16);  // of a panel
 
-  int64_t rows, depth, tiles;
+
+  int64_t rows, depth, tiles, fetched_per_step;
+  int64_t begins[MAX_ROWS / MOST_ROWS + 1];  // of the tiles, and the end: no divisions between tiles
   alignas(64) float x[MAX_PAIRS];  // pairs of bfloat16
 
   static int64_t padded_pairs(int64_t depth) { return round_up(depth, TILE_COLUMNS) / PAIR; }
   static int64_t tiles_of(int64_t rows) { return ceil_div(rows, MOST_ROWS); }
-  int64_t tile_begin(int64_t t) const { return rows * t / tiles; }
 
   // sums[i][q] = row i of tile t times the q-th of `count` panels. Meanwhile its share of the panels after these is
   // fetched: by a tile alone, which waits for memory, into the second-level cache.
   void multiply_tile(int64_t t, const bf16* w, int64_t stride, int64_t count, float* sums) const {
-    const Fetch fetch{reinterpret_cast<const char*>(w + count * stride) + depth / PAIR * t / tiles * STEP_BYTES,
-                      STEP_BYTES / tiles};
-    const float* from = x + tile_begin(t) * padded_pairs(depth);
-    with_constant<MOST_ROWS>(tile_begin(t + 1) - tile_begin(t), [&](auto width) {
+    const Fetch fetch{reinterpret_cast<const char*>(w + count * stride) + depth / PAIR * fetched_per_step * t,
+                      fetched_per_step};
+    const float* from = x + begins[t] * padded_pairs(depth);
+    with_constant<MOST_ROWS>(begins[t + 1] - begins[t], [&](auto width) {
       constexpr int ROWS = decltype(width)::value, SEVERAL = panels_beside(ROWS);
       const auto multiply = tiles > 1 ? count == 1 ? &PairsBlock::multiply_pairs<ROWS, 1, FIRST_LEVEL>
                                                    : &PairsBlock::multiply_pairs<ROWS, SEVERAL, FIRST_LEVEL>

@@ -207,7 +207,7 @@ class GatedBlock {
   Block block;
 
   // Panels [begin, end) of the gate, at most Block::at_once() of them, and of up.
-  void multiply(const PanelPlan& plan, int64_t begin, int64_t end, const X* bias, GateRow<X> gate_one, int64_t rows,
+  void multiply(const PanelPlan& plan, int64_t begin, int64_t end, const X* bias, Gate<X> gate, int64_t rows,
                 X* out) {
     const int64_t stride = (end - begin) * PANEL, columns = min(stride, plan.columns - begin * PANEL);
     for (int part = 0; part < 2; part++) {
@@ -216,8 +216,7 @@ class GatedBlock {
       const PanelRun run{matrix, before + begin, before + end, part * plan.columns + begin * PANEL};
       block.multiply(run, bias == nullptr ? nullptr : bias + run.column, parts[part], stride);
     }
-    for (int64_t r = 0; r < rows; r++)
-      gate_one(parts[0] + r * stride, parts[1] + r * stride, out + r * plan.columns + begin * PANEL, columns);
+    gate({parts[0], stride}, {parts[1], stride}, {out + begin * PANEL, plan.columns}, rows, columns);
   }
 
  private:
@@ -237,7 +236,7 @@ void multiply_gated(const void* x, int64_t x_stride, int64_t rows, const Weights
       gated.block.take(b, static_cast<const X*>(x) + first * x_stride, x_stride, count, weights);
     for (int64_t p = plan.first_panel(item); p < plan.end_panel(item); p += at_once)
       gated.multiply(plan, p, min(p + at_once, plan.end_panel(item)), static_cast<const X*>(bias),
-                     gate_row_of<X>(activation), count, static_cast<X*>(out) + first * plan.columns);
+                     gate_of<X>(activation), count, static_cast<X*>(out) + first * plan.columns);
   });
 }
 

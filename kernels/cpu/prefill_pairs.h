@@ -21,9 +21,10 @@ class PairProducts : public PackedProducts<E, ROWS_OF_PAIRS> {
 
   // Scores of rows [first, end), at most ROWS, with the tile's first `count` keys.
   void score(int64_t first, int64_t, int64_t count) {
-    int64_t i = 0;
-    for (; i + VECTORS * LANES <= count; i += VECTORS * LANES) score_keys<VECTORS>(first, i);
-    for (; i < count; i += TILE_COLUMNS) score_keys<TILE_COLUMNS / LANES>(first, i);
+    for (int64_t i = 0; i < count; i += VECTORS * LANES)
+      with_constant<VECTORS>(ceil_div(count - i, LANES), [&](auto vectors) {
+        score_keys<decltype(vectors)::value>(first, i);
+      });
   }
 
   // Adds the tile's first `count` values times rows [first, end), at most ROWS, of weights.
