@@ -56,6 +56,10 @@ def median_tpot(timelines: Iterable[Timeline]) -> float:
     return statistics.median(tpot for t in timelines if (tpot := t.tpot) is not None)
 
 
+def median_gap(timelines: Iterable[Timeline]) -> float:
+    return statistics.median(gap for t in timelines for gap in t.gaps())
+
+
 def summary(timelines: Sequence[Timeline]) -> dict[str, float]:
     """tok_s and the p50 and p99 of TTFT, TPOT and ITL, in ms."""
     gaps = [gap for t in timelines for gap in t.gaps()]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bench.engine.metrics import Timeline, median_tpot, percentile, summary, tokens_per_s
+from bench.engine.metrics import Timeline, median_gap, median_tpot, percentile, summary, tokens_per_s
 
 ONE = Timeline(sent_at=1.0, token_times=[1.5, 1.6, 1.8], ended_at=1.8, num_prompt_tokens=4, num_tokens=3)
 TWO = Timeline(sent_at=1.0, token_times=[2.0, 2.5], ended_at=3.0, num_prompt_tokens=4, num_tokens=5)
@@ -46,6 +46,7 @@ def test_a_percentile_of_nothing_is_refused() -> None:
 def test_summary_of_several() -> None:
     assert tokens_per_s([ONE, TWO]) == 8 / 2.0
     assert median_tpot([ONE, TWO]) == pytest.approx(0.2)
+    assert median_gap([ONE, TWO]) == pytest.approx(0.2)
     found = summary([ONE, TWO])
     assert found["tok_s"] == 4.0
     assert (found["ttft_p50_ms"], found["ttft_p99_ms"]) == pytest.approx((500, 1000))

@@ -28,7 +28,7 @@ def decode(case: Attention, implementation: str) -> torch.Tensor:
 @settings(max_examples=25, deadline=None)
 def test_equals_dense_attention(implementation: str, shape: Shape) -> None:
     case = attention(shape)
-    assert_close(decode(case, implementation), case.expected, extra=weight_rounding(implementation, shape.dtype))
+    assert_close(decode(case, implementation), case.expected, weights=weight_rounding(implementation, shape.dtype))
 
 
 @every_backend
@@ -44,7 +44,7 @@ def test_float32_over_a_bfloat16_cache(implementation: str, head_dim: int) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unusual_head_dimensions_and_groups(implementation: str, head_dim: int, group: int, dtype: torch.dtype) -> None:
     case = attention(dataclasses.replace(SHAPE, head_dim=head_dim, group=group, num_kv_heads=2, dtype=dtype))
-    assert_close(decode(case, implementation), case.expected, extra=weight_rounding(implementation, dtype))
+    assert_close(decode(case, implementation), case.expected, weights=weight_rounding(implementation, dtype))
 
 
 @every_backend
@@ -106,8 +106,8 @@ def test_a_token_that_was_not_finite_reaches_what_attends_to_it_alone(implementa
     poisoned = torch.zeros(3, 9, dtype=torch.bool)
     poisoned[0, 3:6] = True
     assert out.isnan().all(2).equal(poisoned)
-    extra = weight_rounding(implementation, torch.bfloat16)
-    assert_close(out[~poisoned], case.expected[~poisoned.numpy()], extra=extra)
+    weights = weight_rounding(implementation, torch.bfloat16)
+    assert_close(out[~poisoned], case.expected[~poisoned.numpy()], weights=weights)
 
 
 @every_backend

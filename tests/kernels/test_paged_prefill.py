@@ -28,7 +28,7 @@ def prefill(case: Attention, implementation: str) -> torch.Tensor:
 @settings(max_examples=15, deadline=None)
 def test_equals_dense_attention(implementation: str, shape: Shape) -> None:
     case = attention(shape)
-    assert_close(prefill(case, implementation), case.expected, extra=weight_rounding(implementation, shape.dtype))
+    assert_close(prefill(case, implementation), case.expected, weights=weight_rounding(implementation, shape.dtype))
 
 
 @every_backend
@@ -51,7 +51,7 @@ def test_float32_over_a_bfloat16_cache(implementation: str, head_dim: int) -> No
 def test_unusual_head_dimensions_and_groups(implementation: str, head_dim: int, group: int, dtype: torch.dtype) -> None:
     shape = dataclasses.replace(SHAPE, head_dim=head_dim, group=group, num_kv_heads=2, dtype=dtype)
     case = attention(dataclasses.replace(shape, lengths=((9, 30), (4, 4))))
-    assert_close(prefill(case, implementation), case.expected, extra=weight_rounding(implementation, dtype))
+    assert_close(prefill(case, implementation), case.expected, weights=weight_rounding(implementation, dtype))
 
 
 @every_backend

@@ -32,7 +32,7 @@ def decode(case: Attention, rows: slice = slice(None)) -> torch.Tensor:
 @example(shape=dataclasses.replace(RAGGED, num_kv_heads=1, group=20, head_dim=72, block_size=32))
 def test_equals_dense_attention(shape: Shape) -> None:
     case = attention(shape)
-    assert_close(decode(case), case.expected, extra=WEIGHT_ROUNDING[shape.dtype])
+    assert_close(decode(case), case.expected, weights=WEIGHT_ROUNDING[shape.dtype])
 
 
 def test_a_cache_of_other_strides() -> None:

@@ -31,7 +31,7 @@ def prefill(case: Attention) -> torch.Tensor:
 @example(shape=dataclasses.replace(CHUNKS, lengths=((9, 33),), num_kv_heads=1, group=4, head_dim=72, block_size=32))
 def test_equals_dense_attention(shape: Shape) -> None:
     case = attention(shape)
-    assert_close(prefill(case), case.expected, extra=WEIGHT_ROUNDING[shape.dtype])
+    assert_close(prefill(case), case.expected, weights=WEIGHT_ROUNDING[shape.dtype])
 
 
 def test_a_cache_of_other_strides() -> None:
