@@ -121,6 +121,13 @@ class CompletionFormat:
         return {**self.delta(choice, choice.text, choice.tokens), "finish_reason": choice.finish_reason}
 
 
+def server_id(answer_id: str) -> str:
+    """The server's id of a request, of which an answer's id is made; also of that id itself."""
+    for shape in (ChatFormat, CompletionFormat):
+        answer_id = answer_id.removeprefix(shape.id_prefix)
+    return answer_id
+
+
 class Answer:
     """Collects the responses of all calls of a plan and renders them. `created` is in seconds since the epoch."""
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.answer import server_id
 from gateway.errors import ApiError, from_pdserve, internal
 from gateway.generation import CHAT, COMPLETIONS, Generation
 from gateway.metrics import Metrics
@@ -20,7 +21,6 @@ from proto.inference_pb2 import Ledger, Model
 from router.client import Client
 
 LATEST = "latest"  # in place of a request id: the most recent request
-_ID_PREFIXES = (CHAT.shape.id_prefix, COMPLETIONS.shape.id_prefix)
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -70,9 +70,7 @@ class Pages:
 
     async def timeline(self, request: Request) -> Response:
         """The ledger of a request, by the server's id or the id of its completion."""
-        request_id = request.path_params["request_id"]
-        for prefix in _ID_PREFIXES:
-            request_id = request_id.removeprefix(prefix)
+        request_id = server_id(request.path_params["request_id"])
         return _json(_ledger(await self._router.timeline("" if request_id == LATEST else request_id)))
 
     async def health(self, request: Request) -> Response:

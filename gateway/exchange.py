@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError
 
+BODY_SILENCE_S = 15.0  # without a byte of a body that is not complete; a slow upload goes on
 LINGER_BYTES = 64 * 2**20  # of a refused body that are read and dropped, so that the client gets to see the refusal
 LINGER_S = 5.0
 
@@ -40,13 +41,19 @@ class Exchange:
         self.streaming = False
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """The whole body. Raises ApiError 413 as soon as it is known to be too large, and ClientGone."""
+        """The whole body. Raises ApiError 413 as soon as it is known to be too large, or 408 when no more of it comes,
+        and ClientGone.
+        """
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > max_bytes:
             raise _too_large(max_bytes)
         body = bytearray()
         while self._more_body:
-            body += await self._body_part()
+            try:
+                async with asyncio.timeout(BODY_SILENCE_S):
+                    body += await self._body_part()
+            except TimeoutError:
+                raise _silent(len(body)) from None
             if len(body) > max_bytes:
                 raise _too_large(max_bytes)
         return bytes(body)
@@ -134,3 +141,8 @@ class Exchange:
 
 def _too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"the request body is larger than max_body_bytes = {max_bytes}", code="body_too_large")
+
+
+def _silent(num_bytes: int) -> ApiError:
+    message = f"{num_bytes} bytes of the request body came, and no more within {BODY_SILENCE_S:g} s"
+    return ApiError(408, message, code="body_timeout")

@@ -102,7 +102,7 @@ def _plan(
 
 
 def _check_choices(num_prompts: int, n: int) -> None:
-    """Before anything is made of the prompts, of which a body may hold a million."""
+    """Before anything is made of the choices."""
     if num_prompts * n > MAX_CHOICES:
         message = f"{num_prompts} prompts times 'n' = {n} is too many: at most {MAX_CHOICES} choices a request"
         raise invalid("n" if n > 1 else "prompt", message)

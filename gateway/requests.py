@@ -36,6 +36,17 @@ def _prompt_form(value: Any) -> str:
     return "<ids>" if isinstance(value, list) and value and isinstance(value[0], int) else "<prompts>"
 
 
+def _few_prompts(value: Any) -> Any:
+    """Before anything is made of the prompts, of which a body may hold a million."""
+    if isinstance(value, list) and len(value) > MAX_CHOICES:
+        raise PydanticCustomError(
+            "too_many",
+            "{count} prompts are too many: at most {limit} choices a request",
+            {"count": len(value), "limit": MAX_CHOICES},
+        )
+    return value
+
+
 def _logit_bias(value: Any) -> dict[int, float]:
     """Stops at the first bad entry, and before any of too many; pydantic would describe each of a million."""
     if not isinstance(value, dict):
@@ -130,6 +141,7 @@ _Prompts = TypeAliasType(
         list[Annotated[Annotated[str, Tag("<text>")] | Annotated[TokenIds, Tag("<list>")], Discriminator(_form)]],
         FailFast(),
         Field(min_length=1),
+        BeforeValidator(_few_prompts),
     ],
 )
 

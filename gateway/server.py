@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -35,6 +36,14 @@ def _address(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _as_warning(record: logging.LogRecord) -> bool:
+    """A stop in the middle of an answer is no error of ours: the client hears of it, and is told to try again."""
+    if record.msg == "Cancel %s running task(s), timeout graceful shutdown exceeded":
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg = "%s request(s) are cut off: they did not end within the drain time"
+    return record.args != (0,)  # nothing runs, only connections are open
+
+
 class HttpServer(uvicorn.Server):
     """Serves `app` from `start` to `stop`."""
 
@@ -51,6 +60,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=drain_timeout_s,
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(_as_warning)
         self._listener = listener
         self.address = _address(listener)
         self._serving: asyncio.Task[None] | None = None

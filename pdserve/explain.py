@@ -6,6 +6,7 @@ import asyncio
 
 from rich.console import Console
 
+from gateway.answer import server_id
 from pdserve import ledger
 from pdserve.settings import ExplainSettings
 from proto import inference_pb2 as pb
@@ -22,7 +23,7 @@ def main(settings: ExplainSettings) -> int:
 async def _timeline(settings: ExplainSettings) -> pb.Ledger:
     async with RouterClient(settings.router) as router:
         try:
-            return await router.timeline(settings.request_id)
+            return await router.timeline(server_id(settings.request_id))
         except PodUnavailable:
             raise PodUnavailable(
                 f"no router answers at {settings.router}: start one (`up`), or name it: --router"

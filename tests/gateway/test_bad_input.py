@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from gateway.app import build_app
 from gateway.errors import _CODES
@@ -193,6 +194,23 @@ async def test_huge_lists_of_bad_values_are_described_by_the_first(app_client: h
         response = await app_client.post(COMPLETIONS, json=body)
         assert response.status_code == 400
         assert len(response.content) < 600
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "loc"),
+    [
+        ("a", "extra_forbidden", ("x0",)),
+        (5, "list_type", ("prompt", "<prompts>")),  # a known field's error comes first
+        ([[]] * 1000 + [5], "too_many", ("prompt", "<prompts>")),
+    ],
+)
+def test_errors_are_made_of_few_of_many_names_and_prompts(prompt: object, kind: str, loc: tuple[str, ...]) -> None:
+    """Pydantic holds the interpreter while it describes each."""
+    with pytest.raises(ValidationError) as raised:
+        CompletionBody.model_validate({**{f"x{number}": 1 for number in range(1000)}, "prompt": prompt})
+    assert raised.value.error_count() <= 2
+    first = raised.value.errors()[0]
+    assert (first["type"], first["loc"]) == (kind, loc)
 
 
 async def test_an_error_quotes_no_more_than_a_kilobyte(app_client: httpx.AsyncClient) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway import exchange
 from gateway.server import HttpServer
 from tests.gateway.scripted import ScriptedRouter, answer
 
@@ -122,6 +123,36 @@ async def test_before_the_body_is_complete(router: ScriptedRouter, server: HttpS
     await idle(server)
     assert router.requests == []
     assert await count(http, 'pdserve_gateway_requests_total{endpoint="completions",status="499"} 1.0')
+
+
+async def test_a_body_that_falls_silent_is_given_up(
+    router: ScriptedRouter, server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "BODY_SILENCE_S", 0.05)
+    monkeypatch.setattr(exchange, "LINGER_S", 0.05)
+    client = await RawClient.connect(server)
+    client.send("/v1/completions", {"prompt": "hi" * 100}, only=20)
+    answered = await asyncio.wait_for(client.reader.read(), LIMIT_S)
+    assert answered.startswith(b"HTTP/1.1 408 ")
+    assert b"20 bytes of the request body came, and no more within 0.05 s" in answered
+    await client.leave()
+    await idle(server)
+    assert router.requests == []
+
+
+async def test_a_slow_body_is_read_to_its_end(
+    router: ScriptedRouter, server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than the silence that is allowed."""
+    monkeypatch.setattr(exchange, "BODY_SILENCE_S", 0.3)
+    client = await RawClient.connect(server)
+    body = json.dumps({"prompt": "hi", "stream": True}).encode()
+    client.send("/v1/completions", {"prompt": "hi", "stream": True}, only=20)
+    for start in range(20, len(body), 2):
+        await asyncio.sleep(0.08)
+        client.writer.write(body[start : start + 2])
+    await client.read_until(b"data: [DONE]\n\n")
+    await client.leave()
 
 
 async def test_after_the_answer_is_nothing(server: HttpServer, http: httpx.AsyncClient) -> None:

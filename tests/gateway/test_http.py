@@ -267,8 +267,12 @@ async def test_stop_lets_running_streams_finish(router: ScriptedRouter) -> None:
     assert "[DONE]" in rest
 
 
-async def test_stop_ends_with_an_error_what_outlasts_the_drain_time(router: ScriptedRouter) -> None:
+async def test_stop_ends_with_an_error_what_outlasts_the_drain_time(
+    router: ScriptedRouter, caplog: pytest.LogCaptureFixture
+) -> None:
     rest = await stop_while_streaming(router, drain_timeout_s=0)
     assert '"code":"stopping"' in rest
     assert "[DONE]" not in rest
+    told = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "uvicorn.error"]
+    assert told == [("WARNING", "1 request(s) are cut off: they did not end within the drain time")]
     await asyncio.wait_for(router.cancelled.get(), LIMIT_S)

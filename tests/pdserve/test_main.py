@@ -16,7 +16,9 @@ from pdserve.__main__ import COMMANDS, main
 from pdserve.checks import Check
 from pdserve.settings import DoctorSettings
 from pod.settings import PodSettings
+from proto.inference_pb2 import Ledger
 from proto.settings import SECTIONS, Settings
+from router.client import RouterClient
 from router.settings import RouterSettings
 
 
@@ -107,6 +109,22 @@ def test_file_and_environment_are_read(tmp_path: Path, monkeypatch: pytest.Monke
 def test_explain_without_a_router(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--router", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err.startswith("error: no router answers at 127.0.0.1:1: start one")
+
+
+@pytest.mark.parametrize("shown", ["chatcmpl-req-7", "cmpl-req-7", "req-7"])
+def test_explain_takes_the_id_of_an_answer(
+    shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def timeline(self: RouterClient, request_id: str = "") -> Ledger:
+        asked.append(request_id)
+        return Ledger(request_id=request_id)
+
+    monkeypatch.setattr(RouterClient, "timeline", timeline)
+    assert main(["explain", shown, "--router", "127.0.0.1:1"]) == 0
+    assert asked == ["req-7"]
+    assert "req-7" in capsys.readouterr().out
 
 
 def test_doctor_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
