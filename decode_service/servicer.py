@@ -113,8 +113,9 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         return reservation
 
     def _overloaded(self, wait_s: float) -> Overloaded:
+        places = self._pod.plan.settings.max_num_seqs
         return Overloaded(
-            f"no free KV blocks within wait_ms = {wait_s * 1000:.0f}",
+            f"no KV blocks, or none of the max_num_seqs = {places} places, free within wait_ms = {wait_s * 1000:.0f}",
             retry_after_ms=RETRY_AFTER_MS * (1 + self._queue.num_waiting),
             pod_id=self._pod.plan.pod_id,
         )

@@ -125,7 +125,9 @@ class Pod:
         try:
             await asyncio.wait_for(self.role.drained(), timeout_s)
         except TimeoutError:
-            log.warning("not drained after %.1f s: giving up on %s", timeout_s, self.role.owed())
+            load, owed = self.engine.load, self.role.owed()
+            num_sequences = load.num_waiting + load.num_running
+            log.warning("not drained after %.1f s: giving up on %d sequences, %s", timeout_s, num_sequences, owed)
 
     async def stop(self, error: PdserveError | None = None) -> None:
         """Ends everything; what was still owed fails with `error`."""

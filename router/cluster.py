@@ -108,11 +108,19 @@ class Cluster:
     # Placing work.
 
     async def place(
-        self, owner: str, request: Callable[[], RoutingRequest], *, priority: int, arrived_at: float, wait_s: float
+        self,
+        owner: str,
+        request: Callable[[], RoutingRequest],
+        *,
+        priority: int,
+        arrived_at: float,
+        waiting_since: float,
+        wait_s: float,
     ) -> Placement:
         """Decides and counts the work under `owner`, now or when it is this request's turn within `wait_s`.
 
-        `request` is asked anew for each try. Raises Overloaded with a retry delay, or what the policy refuses with.
+        `waiting_since`: when it began to wait, with all tries before this one. `request` is asked anew for each try.
+        Raises Overloaded with a retry delay, or what the policy refuses with.
         """
         tries = _Tries(self, owner, request)
         asked = request()
@@ -122,7 +130,7 @@ class Cluster:
                 tries.next, priority=priority, arrived_at=arrived_at, is_picky=is_picky, wait_s=wait_s
             )
         except TimeoutError:
-            raise tries.error(f"waited {wait_s:.1f} s: ") from None
+            raise tries.error(f"waited {self._clock() - waiting_since:.1f} s: ") from None
         except QueueFull:
             raise tries.error(f"{self.num_waiting} requests are waiting: ") from None
 
@@ -137,7 +145,7 @@ class Cluster:
         """Counts the decision's work on its pods until `free_prefill` and `free_decode`."""
         now, decode, prefill = self._clock(), decision.decode_pod, decision.prefill_pod
         num_tokens = request.num_tokens - decision.predicted_cached_tokens
-        num_blocks = decode.blocks_for(request.num_tokens + 1)
+        num_blocks = decode.blocks_for(request.num_kv_tokens)
         decode_client = self._clients[decode.key]
         assert isinstance(decode_client, DecodeClient), f"{decode.pod_id} is no decode pod"
         if prefill is None:

@@ -40,6 +40,11 @@ class RoutingRequest:
     busy: frozenset[PodKey] = frozenset()  # pods that have just refused it for lack of room
     computes: tuple[str, str, str, str] | None = None  # a replay stays on pods of these model, weights, dtypes
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """That a decode pod must have room for at first: one more than are there, and none for the very last."""
+        return min(self.num_tokens + 1, max(self.num_tokens, self.max_tokens - 1))
+
 
 class PrefixView(Protocol):
     def cached_tokens(self, pod_id: str, epoch: str, hashes: Sequence[bytes]) -> int: ...
@@ -139,7 +144,7 @@ def _has_room(request: RoutingRequest, priced: _Priced) -> bool:
         return False
     if pod.role == PREFILL:
         return True
-    return pod.blocks_for(request.num_tokens + 1) - priced.cached_tokens // pod.block_size <= pod.num_free_blocks
+    return pod.blocks_for(request.num_kv_tokens) - priced.cached_tokens // pod.block_size <= pod.num_free_blocks
 
 
 # --- Prices ---------------------------------------------------------------------------------------------------------

@@ -202,7 +202,12 @@ class Request:
         wait_s = self._retries.wait_s(clock())
         try:
             return await self._services.cluster.place(
-                self.sequence_id, routing, priority=request.priority, arrived_at=self._arrived_at, wait_s=wait_s
+                self.sequence_id,
+                routing,
+                priority=request.priority,
+                arrived_at=self._arrived_at,
+                waiting_since=self._retries.waiting_since,
+                wait_s=wait_s,
             )
         except PdserveError as refusal:
             raise self._retries.explain(refusal) from None

@@ -30,6 +30,7 @@ class Retries:
         self._num_bugs = 0
         self._busy: dict[PodKey, float] = {}
         self._wait_until: float | None = None
+        self.waiting_since = 0.0  # set by the first wait_s of a wait
         self._last_failure: PdserveError | None = None
 
     def busy(self, now: float) -> frozenset[PodKey]:
@@ -41,7 +42,7 @@ class Retries:
         """
         if self._wait_until is None:
             until = now + self._max_wait_s if self._deadline is None else self._deadline - DEADLINE_MARGIN_S
-            self._wait_until = until
+            self._wait_until, self.waiting_since = until, now
         return max(0.0, self._wait_until - now)
 
     def progressed(self) -> None:

@@ -59,7 +59,7 @@ class PodView:
     fingerprint: str
     block_size: int
     max_num_seqs: int
-    num_sequences: int  # waiting and running
+    num_sequences: int  # that have a place or wait for one; those whose KV is to come have one
     num_waiting_tokens: int  # prompt tokens still to compute
     num_free_blocks: int
     num_blocks: int
@@ -111,7 +111,7 @@ def pod_view(record: registry_pb2.PodRecord) -> PodView:
         fingerprint=layout.fingerprint,
         block_size=layout.block_size,
         max_num_seqs=record.max_num_seqs,
-        num_sequences=load.num_waiting + load.num_running,
+        num_sequences=load.num_waiting + load.num_running + load.num_credits + load.num_transfers,
         num_waiting_tokens=load.num_waiting_tokens,
         num_free_blocks=load.num_free_blocks,
         num_blocks=load.num_blocks,

@@ -234,6 +234,13 @@ def test_cached_blocks_need_no_room() -> None:
 # --- Refusals -------------------------------------------------------------------------------------------------------
 
 
+def test_an_answers_last_token_needs_no_room() -> None:
+    """Nothing is computed from it, so a prompt of just as many tokens as there are slots can be served."""
+    pods = [prefill("p"), decode("d", 0, num_free_blocks=6)]
+    assert chosen(route(pods, request(6 * 16, max_tokens=6 * 16 + 1))) == ("p", "d")
+    refused(route(pods, request(6 * 16, max_tokens=6 * 16 + 2)))
+
+
 def test_no_pods_can_wait() -> None:
     refusal = refused(route([prefill("p"), decode("d", draining=True)]))
     assert refusal.kind == common_pb2.ERROR_KIND_OVERLOADED
