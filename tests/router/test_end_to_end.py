@@ -61,6 +61,21 @@ async def test_through_a_hand_off(registry_url: str, tmp_path: Path, length: int
             assert outcome.ledger.transfer_bytes > 0
 
 
+@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("num_output", [1, 2, 17])
+async def test_what_fills_kv_memory_to_the_last_slot(
+    num_output: int, prefill: int, registry_url: str, tmp_path: Path
+) -> None:
+    """The answer's last token takes none."""
+    num_slots = 8 * 16
+    async with running_stack(registry_url, tmp_path, prefill=prefill, pod={"num_blocks": 8}) as stack:
+        request = tokens_request(prompt_of(num_slots + 1 - num_output), max_tokens=num_output)
+        assert_right(await stack.generate(request), request)
+        request.sampling.max_tokens += 1
+        with pytest.raises(InvalidRequest, match="all that a decode pod's KV memory holds"):
+            await stack.generate(request)
+
+
 async def test_decode_only(registry_url: str, tmp_path: Path) -> None:
     async with running_stack(registry_url, tmp_path, prefill=0) as stack:
         request = tokens_request(prompt_of(100), max_tokens=20)
