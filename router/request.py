@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from random import Random
 
 from proto import common_pb2, inference_pb2, pods_pb2
@@ -26,11 +27,12 @@ from router.policy import RoutingRequest
 from router.prefix_index import chunk_hashes
 from router.retries import Retries
 from router.tokenizer import Tokenizer
-from router.validation import ResolvedRequest, check, resolve
+from router.validation import ResolvedRequest, check, check_text, resolve
 
 log = logging.getLogger(__name__)
 
 LARGE_PROMPT_BYTES = 8192  # checked and tokenised on another thread
+HUGE_PROMPT_BYTES = 64 * 1024  # one at a time: a megabyte takes some 300 in a tokenizer
 
 Emit = Callable[[inference_pb2.GenerateResponse], None]  # never waits: a slow client holds up no pod
 
@@ -57,6 +59,7 @@ class Services:
     rng: Random
     queue_wait_s: float
     resume_wait_s: float
+    huge_prompts: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "huge-prompts"))
     clock: Callable[[], float] = time.monotonic
 
 
@@ -152,24 +155,29 @@ class Request:
                 self._retry_or_raise(error)
 
     async def _admit(self) -> ResolvedRequest:
-        services = self._services
-        if self._message.ByteSize() > LARGE_PROMPT_BYTES:
-            prompt_ids = await asyncio.to_thread(self._tokenise)
-        else:
-            prompt_ids = self._tokenise()
+        services, num_bytes = self._services, self._message.ByteSize()
         max_model_len = services.cluster.max_model_len(services.model)
+        if num_bytes > HUGE_PROMPT_BYTES:
+            loop = asyncio.get_running_loop()
+            prompt_ids = await loop.run_in_executor(services.huge_prompts, self._tokenise, max_model_len)
+        elif num_bytes > LARGE_PROMPT_BYTES:
+            prompt_ids = await asyncio.to_thread(self._tokenise, max_model_len)
+        else:
+            prompt_ids = self._tokenise(max_model_len)
         return resolve(self._message, prompt_ids, services.model, max_model_len, services.rng)
 
-    def _tokenise(self) -> Sequence[int]:
+    def _tokenise(self, max_model_len: int) -> Sequence[int]:
         """Raises InvalidRequest for what can be refused without its tokens."""
         message, tokenizer = self._message, self._services.tokenizer
         check(message, self._services.model)
         kind = message.WhichOneof("prompt")
-        if kind == "text":
-            return tokenizer.encode(message.text)
-        if kind == "chat":
-            return tokenizer.encode_chat(message.chat.messages)
-        return message.tokens.token_ids
+        if kind == "tokens":
+            return message.tokens.token_ids
+        is_chat = kind == "chat"
+        text = tokenizer.render_chat(message.chat.messages) if is_chat else message.text
+        if len(text) > HUGE_PROMPT_BYTES:  # of others the number of tokens is cheap, and tells more
+            check_text("chat" if is_chat else "text", text, tokenizer.longest_token, max_model_len)
+        return tokenizer.encode(text, rendered=is_chat)
 
     # One attempt.
 

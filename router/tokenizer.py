@@ -15,14 +15,19 @@ from typing import Any, Protocol
 from proto import inference_pb2
 from proto.errors import InvalidRequest
 from router.model import FAKE, FAKE_EOS, FAKE_VOCAB_SIZE, ModelError
+from router.token_length import longest_token
 
 
 class Tokenizer(Protocol):
     """Thread-safe."""
 
-    def encode(self, text: str) -> list[int]: ...
+    longest_token: int | None  # in bytes of text; None where that is not bounded
 
-    def encode_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> list[int]:
+    def encode(self, text: str, *, rendered: bool = False) -> list[int]:
+        """`rendered`: by `render_chat`, so that nothing is put in front of it any more."""
+        ...
+
+    def render_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> str:
         """With the prompt for the assistant's turn. Raises InvalidRequest when the template refuses the messages."""
         ...
 
@@ -43,11 +48,13 @@ def load_tokenizer(path: str) -> Tokenizer:
 class FakeTokenizer:
     """Ids 0..255 are bytes, 256..510 read "<256>".., 511 is end of text."""
 
-    def encode(self, text: str) -> list[int]:
+    longest_token: int | None = 1
+
+    def encode(self, text: str, *, rendered: bool = False) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> list[int]:
-        return self.encode("".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant: ")
+    def render_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> str:
+        return "".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant: "
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id < 256:
@@ -72,25 +79,26 @@ class HFTokenizer:
         added = self._tokenizer.added_tokens_decoder
         self._special: dict[int, bytes] = {i: t.content.encode() for i, t in added.items() if t.special}
         self._plain_added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items() if not t.special}
-        self._piece_bytes = _piece_decoder(self._tokenizer.backend_tokenizer)
+        description = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        self._piece_bytes = _piece_decoder(description)
+        self.longest_token: int | None = longest_token(description)
         self._bytes_of: dict[int, bytes] = {}  # of tokens seen: looking one up takes microseconds
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text)
+    def encode(self, text: str, *, rendered: bool = False) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not rendered)
         return ids
 
-    def encode_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> list[int]:
+    def render_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> str:
         from jinja2 import TemplateError  # noqa: PLC0415  # comes with transformers' chat templates
 
         if self._tokenizer.chat_template is None:
             raise InvalidRequest("chat: this model has no chat template, send text or tokens", field="chat")
         given = [{"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})} for m in messages]
         try:
-            text = self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+            text: str = self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise InvalidRequest(f"chat: the model's template refuses it: {error}", field="chat") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         if (known := self._bytes_of.get(token_id)) is not None:
@@ -115,9 +123,9 @@ class HFTokenizer:
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _piece_decoder(backend: Any) -> Callable[[str], bytes]:
+def _piece_decoder(description: dict[str, Any]) -> Callable[[str], bytes]:
     """How this tokenizer's pieces stand for bytes. Raises ModelError for a kind that we cannot stream exactly."""
-    decoder = json.loads(backend.to_str())["decoder"] or {}
+    decoder = description["decoder"] or {}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
     if "ByteLevel" in kinds:
         return _byte_level

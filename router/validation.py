@@ -1,6 +1,7 @@
 """From what a client sent to what pods compute; what can never be served is refused here, naming field, value, limit.
 
-Two steps, because tokenising is expensive: `check` looks at the message alone, `resolve` at its tokens. Pure.
+Steps, because tokenising is expensive: `check` looks at the message alone, `check_text` at the length of large texts,
+`resolve` at the tokens. Pure.
 """
 
 from __future__ import annotations
@@ -60,6 +61,15 @@ def check(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
     _check_sampling(request.sampling, model)
     if request.echo_prompt and request.WhichOneof("prompt") == "chat":
         raise invalid("echo_prompt", True, "must be false for chat messages")
+
+
+def check_text(field: str, text: str, longest_token: int | None, max_model_len: int) -> None:
+    """Refuses what must have too many tokens; `longest_token` in bytes of text, None where it is not bounded."""
+    num_bytes = len(text.encode())
+    if longest_token is not None and num_bytes > longest_token * (max_model_len - 1):
+        prompt = f"the prompt has {num_bytes} bytes, {math.ceil(num_bytes / longest_token)} tokens or more"
+        limit = f"at most {max_model_len - 1} are allowed (context length {max_model_len}; 1 token is for the answer)"
+        raise InvalidRequest(f"{field}: {prompt}, {limit}", field=field)
 
 
 def _check_label(field: str, value: str) -> None:

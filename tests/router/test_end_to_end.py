@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import grpc.aio
@@ -13,6 +14,7 @@ from engine.fake import EOS_ID
 from proto import common_pb2, inference_pb2
 from proto.errors import InvalidRequest, NotFound
 from router.client import RouterClient
+from router.tokenizer import FakeTokenizer
 from tests.router.support import (
     Outcome,
     long_running,
@@ -232,6 +234,34 @@ async def test_bad_requests_touch_no_pod(registry_url: str, tmp_path: Path) -> N
             await stack.generate(inference_pb2.GenerateRequest(model="other", text="x"))
         ledger = await stack.client.timeline()
         assert (list(ledger.attempts), ledger.outcome) == ([], "not_found")
+
+
+async def test_huge_prompts_are_refused_untokenised_or_tokenised_one_at_a_time(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most = 0, 0
+
+    def encode(self: FakeTokenizer, text: str, *, rendered: bool = False) -> list[int]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.01)  # on a thread of its own
+        running -= 1
+        return list(text.encode())
+
+    monkeypatch.setattr(FakeTokenizer, "encode", encode)
+    huge = "x" * 70_000
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content=huge)])
+    async with running_stack(registry_url, tmp_path) as stack:
+        for request in (inference_pb2.GenerateRequest(text=huge), inference_pb2.GenerateRequest(chat=chat)):
+            with pytest.raises(InvalidRequest, match=r"^(text|chat): the prompt has 70\d\d\d bytes, "):
+                await stack.generate(request)
+        assert most == 0
+        monkeypatch.setattr(FakeTokenizer, "longest_token", None)
+        requests = [stack.generate(inference_pb2.GenerateRequest(text=huge)) for _ in range(4)]
+        refusals = await asyncio.gather(*requests, return_exceptions=True)
+        assert most == 1
+        assert {str(refusal).partition(",")[0] for refusal in refusals} == {"text: the prompt has 70000 tokens"}
 
 
 async def test_models_and_timelines(registry_url: str, tmp_path: Path) -> None:

@@ -121,17 +121,17 @@ def test_byte_fallback_round_trip(tmp_path: Path, text: str) -> None:
 
 def test_chat_goes_through_the_template(hf: HFTokenizer) -> None:
     messages = [inference_pb2.ChatMessage(role="user", content="hello world")]
-    ids = hf.encode_chat(messages)
+    ids = hf.encode(hf.render_chat(messages), rendered=True)
     label = b"".join(map(hf.token_label, ids)).decode()
     assert label == "<|im_start|>user\nhello world<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(InvalidRequest, match="no bad role"):
-        hf.encode_chat([inference_pb2.ChatMessage(role="bad", content="x")])
+        hf.render_chat([inference_pb2.ChatMessage(role="bad", content="x")])
 
 
 def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
     tokenizer = HFTokenizer(save(tmp_path / "plain", byte_level(), template=None))
     with pytest.raises(InvalidRequest, match="no chat template"):
-        tokenizer.encode_chat([inference_pb2.ChatMessage(role="user", content="x")])
+        tokenizer.render_chat([inference_pb2.ChatMessage(role="user", content="x")])
 
 
 def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_the_fake_tokenizer() -> None:
     assert stream(fake, [0xC3, 0xA9, 300, 65, 511]) == "é<300>A"
     assert fake.token_label(511) == b"<end>"
     messages = [inference_pb2.ChatMessage(role="user", content="hi")]
-    assert bytes(fake.encode_chat(messages)) == b"user: hi\nassistant: "
+    assert bytes(fake.encode(fake.render_chat(messages), rendered=True)) == b"user: hi\nassistant: "
 
 
 def test_a_character_is_held_back_until_it_is_whole() -> None:

@@ -16,6 +16,7 @@ from router.validation import (
     MAX_STOP_TOKEN_IDS,
     ResolvedRequest,
     check,
+    check_text,
     resolve,
 )
 
@@ -193,6 +194,18 @@ def test_the_checkpoints_recommendations_are_defaults_only() -> None:
     )
     sampling = resolved(ask(top_k=3), model=model).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 3, 1.0)
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    check_text("text", "é" * 10, 2, 11)
+    check_text("text", "x" * 1_000_000, None, 11)
+    expected = (
+        "text: the prompt has 21 bytes, 11 tokens or more, at most 10 are allowed "
+        "(context length 11; 1 token is for the answer)"
+    )
+    with pytest.raises(InvalidRequest) as refused:
+        check_text("text", "é" * 10 + "x", 2, 11)
+    assert (refused.value.message, refused.value.field) == (expected, "text")
 
 
 def test_the_clients_message_is_not_changed() -> None:
