@@ -176,7 +176,7 @@ class Request:
         is_chat = kind == "chat"
         text = tokenizer.render_chat(message.chat.messages) if is_chat else message.text
         if len(text) > HUGE_PROMPT_BYTES:  # of others the number of tokens is cheap, and tells more
-            check_text("chat" if is_chat else "text", text, tokenizer.longest_token, max_model_len)
+            check_text("chat" if is_chat else "text", text, tokenizer.token_length, max_model_len)
         return tokenizer.encode(text, rendered=is_chat)
 
     # One attempt.

@@ -1,17 +1,40 @@
 """How many bytes of text one token stands for at most: a text of more than that many times n has more than n tokens.
 
-Known only for tokenizers that drop and shorten nothing, which is read from their own description.
+Known only for tokenizers that shorten nothing and drop at most single bytes, which is read from their description.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 _KEEPING = {"ByteLevel", "Digits", "Metaspace", "Split"}  # pre-tokenizers that only cut
 
 
-def longest_token(description: dict[str, Any]) -> int | None:
-    """In bytes, by the content of a `tokenizer.json`; None where a token may stand for any length of text."""
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte: itself where it is printable, else the next one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + number): b for number, b in enumerate(others)}
+
+
+BYTE_ALPHABET = _byte_alphabet()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLength:
+    """`longest` in bytes of text; `dropped` are bytes of which the tokenizer makes no token."""
+
+    longest: int
+    dropped: bytes = b""
+
+    def least_tokens(self, text: str) -> int:
+        return math.ceil(len(text.encode().translate(None, self.dropped)) / self.longest)
+
+
+def token_length(description: dict[str, Any]) -> TokenLength | None:
+    """By the content of a `tokenizer.json`; None where a token may stand for any length of text."""
     model, added = description["model"], description["added_tokens"]
     cutters = _parts(description["pre_tokenizer"], "pretokenizers")
     kinds = {part["type"] for part in cutters}
@@ -23,22 +46,29 @@ def longest_token(description: dict[str, Any]) -> int | None:
         return None
     if any(token["lstrip"] or token["rstrip"] for token in added):  # they swallow the spaces beside them
         return None
-    length = _longest_piece(description, is_byte_level="ByteLevel" in kinds)
-    return length and max([length, *(len(token["content"].encode()) for token in added)])
+    length = _byte_level(description) if "ByteLevel" in kinds else _byte_fallback(description)
+    if length is None:
+        return None
+    return TokenLength(max([length.longest, *(len(token["content"].encode()) for token in added)]), length.dropped)
 
 
-def _longest_piece(description: dict[str, Any], *, is_byte_level: bool) -> int | None:
-    """Of a vocabulary that has a token for each byte, so that nothing is unknown or fused into one."""
+def _byte_level(description: dict[str, Any]) -> TokenLength | None:
+    """A character of a piece is a byte; one that is no piece of its own may be left out of the tokens."""
     vocab = description["model"]["vocab"]
-    normalizers = _parts(description["normalizer"], "normalizers")
-    if is_byte_level:  # a character of a piece is a byte
-        complete = sum(len(piece) == 1 for piece in vocab) >= 256
-        return max(map(len, vocab)) if complete and not normalizers else None
+    if description["normalizer"] is not None or description["model"].get("unk_token") is not None:
+        return None
+    dropped = bytes(byte for character, byte in BYTE_ALPHABET.items() if character not in vocab)
+    return TokenLength(max(map(len, vocab)), dropped)
+
+
+def _byte_fallback(description: dict[str, Any]) -> TokenLength | None:
+    """A vocabulary with a token for each byte, so that nothing is unknown or fused into one."""
+    vocab = description["model"]["vocab"]
     if not description["model"].get("byte_fallback") or any(f"<0x{byte:02X}>" not in vocab for byte in range(256)):
         return None
-    if not all(map(_only_lengthens, normalizers)):
+    if not all(map(_only_lengthens, _parts(description["normalizer"], "normalizers"))):
         return None
-    return max(len(piece.encode()) for piece in vocab)
+    return TokenLength(max(len(piece.encode()) for piece in vocab))
 
 
 def _only_lengthens(normalizer: dict[str, Any]) -> bool:

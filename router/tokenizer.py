@@ -15,13 +15,13 @@ from typing import Any, Protocol
 from proto import inference_pb2
 from proto.errors import InvalidRequest
 from router.model import FAKE, FAKE_EOS, FAKE_VOCAB_SIZE, ModelError
-from router.token_length import longest_token
+from router.token_length import BYTE_ALPHABET, TokenLength, token_length
 
 
 class Tokenizer(Protocol):
     """Thread-safe."""
 
-    longest_token: int | None  # in bytes of text; None where that is not bounded
+    token_length: TokenLength | None  # None where it is not bounded
 
     def encode(self, text: str, *, rendered: bool = False) -> list[int]:
         """`rendered`: by `render_chat`, so that nothing is put in front of it any more."""
@@ -48,7 +48,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 class FakeTokenizer:
     """Ids 0..255 are bytes, 256..510 read "<256>".., 511 is end of text."""
 
-    longest_token: int | None = 1
+    token_length: TokenLength | None = TokenLength(1)
 
     def encode(self, text: str, *, rendered: bool = False) -> list[int]:
         return list(text.encode())
@@ -81,7 +81,7 @@ class HFTokenizer:
         self._plain_added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items() if not t.special}
         description = json.loads(self._tokenizer.backend_tokenizer.to_str())
         self._piece_bytes = _piece_decoder(description)
-        self.longest_token: int | None = longest_token(description)
+        self.token_length = token_length(description)
         self._bytes_of: dict[int, bytes] = {}  # of tokens seen: looking one up takes microseconds
 
     def encode(self, text: str, *, rendered: bool = False) -> list[int]:
@@ -134,18 +134,8 @@ def _piece_decoder(description: dict[str, Any]) -> Callable[[str], bytes]:
     raise ModelError(f"model: tokenizer decoder {sorted(kinds)}: must be ByteLevel, ByteFallback or Metaspace")
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: itself where it is printable, else the next one from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + number): b for number, b in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-
-
 def _byte_level(piece: str) -> bytes:
-    return bytes(_ALPHABET[character] for character in piece)
+    return bytes(BYTE_ALPHABET[character] for character in piece)
 
 
 def _sentencepiece(piece: str) -> bytes:

@@ -14,6 +14,7 @@ from random import Random
 from proto import common_pb2, inference_pb2
 from proto.errors import InvalidRequest, NotFound
 from router.model import ServedModel
+from router.token_length import TokenLength
 
 MAX_PROMPT_BYTES = 4 * 1024 * 1024
 ROLES = ("system", "user", "assistant")
@@ -63,11 +64,11 @@ def check(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
         raise invalid("echo_prompt", True, "must be false for chat messages")
 
 
-def check_text(field: str, text: str, longest_token: int | None, max_model_len: int) -> None:
-    """Refuses what must have too many tokens; `longest_token` in bytes of text, None where it is not bounded."""
-    num_bytes = len(text.encode())
-    if longest_token is not None and num_bytes > longest_token * (max_model_len - 1):
-        prompt = f"the prompt has {num_bytes} bytes, {math.ceil(num_bytes / longest_token)} tokens or more"
+def check_text(field: str, text: str, length: TokenLength | None, max_model_len: int) -> None:
+    """Refuses what must have too many tokens, where the tokenizer lets us know."""
+    num_tokens = 0 if length is None else length.least_tokens(text)
+    if num_tokens >= max_model_len:
+        prompt = f"the prompt has {len(text.encode())} bytes, {num_tokens} tokens or more"
         limit = f"at most {max_model_len - 1} are allowed (context length {max_model_len}; 1 token is for the answer)"
         raise InvalidRequest(f"{field}: {prompt}, {limit}", field=field)
 

@@ -257,7 +257,7 @@ async def test_huge_prompts_are_refused_untokenised_or_tokenised_one_at_a_time(
             with pytest.raises(InvalidRequest, match=r"^(text|chat): the prompt has 70\d\d\d bytes, "):
                 await stack.generate(request)
         assert most == 0
-        monkeypatch.setattr(FakeTokenizer, "longest_token", None)
+        monkeypatch.setattr(FakeTokenizer, "token_length", None)
         requests = [stack.generate(inference_pb2.GenerateRequest(text=huge)) for _ in range(4)]
         refusals = await asyncio.gather(*requests, return_exceptions=True)
         assert most == 1

@@ -10,6 +10,7 @@ import pytest
 from proto import common_pb2, inference_pb2
 from proto.errors import InvalidRequest, NotFound
 from router.model import ServedModel, load_model
+from router.token_length import TokenLength
 from router.validation import (
     MAX_LOGIT_BIASES,
     MAX_PROMPT_BYTES,
@@ -197,14 +198,14 @@ def test_the_checkpoints_recommendations_are_defaults_only() -> None:
 
 
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
-    check_text("text", "é" * 10, 2, 11)
+    check_text("text", "é" * 10, TokenLength(2), 11)
     check_text("text", "x" * 1_000_000, None, 11)
     expected = (
         "text: the prompt has 21 bytes, 11 tokens or more, at most 10 are allowed "
         "(context length 11; 1 token is for the answer)"
     )
     with pytest.raises(InvalidRequest) as refused:
-        check_text("text", "é" * 10 + "x", 2, 11)
+        check_text("text", "é" * 10 + "x", TokenLength(2), 11)
     assert (refused.value.message, refused.value.field) == (expected, "text")
 
 
