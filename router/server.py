@@ -142,6 +142,7 @@ class Router:
         self._service.drain()
         await self._server.stop(self._settings.stop_grace_s)
         await self.requests.ended()
+        self.services.huge_prompts.shutdown(wait=False, cancel_futures=True)
         await self.cluster.close()
         await self._metrics_server.stop()
 
