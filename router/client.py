@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Protocol, Self
@@ -34,7 +35,22 @@ def check_size(request: inference_pb2.GenerateRequest) -> None:
         raise InvalidRequest(f"the request has {size} bytes: must be at most {MAX_REQUEST_BYTES}")
 
 
-class RouterClient:
+class Closing(ABC):
+    """An async context manager that ends with `close`."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class RouterClient(Closing):
     """One channel to the router at `address` (host:port); reconnects by itself. An async context manager."""
 
     def __init__(self, address: str) -> None:
@@ -90,11 +106,3 @@ class RouterClient:
 
     async def close(self) -> None:
         await self._channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()

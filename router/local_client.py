@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from types import TracebackType
-from typing import Self
 
 from proto import common_pb2, inference_pb2
 from proto.errors import PdserveError, PodUnavailable, from_info
-from router.client import check_size
+from router.client import Closing, check_size
 from router.inference import Inference
 from router.mailbox import Mailbox
 
 
-class LocalClient:
-    """A router.client.Client. An async context manager; leave it before the router stops."""
+class LocalClient(Closing):
+    """A router.client.Client. Leave it before the router stops."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
@@ -76,14 +74,6 @@ class LocalClient:
             task.cancel()
         if self._running:
             await asyncio.wait(self._running)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 def _as_sent(error: PdserveError) -> PdserveError:
