@@ -33,7 +33,7 @@ MIN_RETRY_MS, MAX_RETRY_MS = 250, 30_000
 class RoutingRequest:
     model_id: str
     num_tokens: int  # to prefill: prompt and replayed output
-    max_tokens: int  # prompt and longest possible output together
+    max_tokens: int  # prompt and longest possible output together, more than num_tokens
     prefix_hashes: tuple[bytes, ...] = ()
     deadline: float | None = None  # of the first token, on the clock of `now`
     excluded: frozenset[PodKey] = frozenset()  # pods that failed an earlier attempt of this request
@@ -43,7 +43,7 @@ class RoutingRequest:
     @property
     def num_kv_tokens(self) -> int:
         """That a decode pod must have room for at first: one more than are there, and none for the very last."""
-        return min(self.num_tokens + 1, max(self.num_tokens, self.max_tokens - 1))
+        return min(self.num_tokens + 1, self.max_tokens - 1)
 
 
 class PrefixView(Protocol):
