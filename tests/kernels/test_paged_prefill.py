@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from kernels.paged_prefill import paged_prefill
 from tests.kernels.backends import every_backend, every_cpu, using
-from tests.kernels.cases import Attention, Shape, assert_close, attention, shapes, weight_rounding
+from tests.kernels.cases import Attention, Shape, assert_attends, attention, shapes, weight_rounding
 
 SHAPE = Shape(3, 3, 64, 16, torch.float32, ((40, 40), (5, 37), (1, 16)), seed=7)
 
@@ -28,20 +28,20 @@ def prefill(case: Attention, implementation: str) -> torch.Tensor:
 @settings(max_examples=15, deadline=None)
 def test_equals_dense_attention(implementation: str, shape: Shape) -> None:
     case = attention(shape)
-    assert_close(prefill(case, implementation), case.expected, weights=weight_rounding(implementation, shape.dtype))
+    assert_attends(prefill(case, implementation), case, weights=weight_rounding(implementation, shape.dtype))
 
 
 @every_backend
 def test_a_long_prompt(implementation: str) -> None:
     case = attention(dataclasses.replace(SHAPE, num_kv_heads=1, lengths=((577, 600),)))
-    assert_close(prefill(case, implementation), case.expected)
+    assert_attends(prefill(case, implementation), case)
 
 
 @every_backend
 @pytest.mark.parametrize("head_dim", [20, 64, 264])
 def test_float32_over_a_bfloat16_cache(implementation: str, head_dim: int) -> None:
     case = attention(dataclasses.replace(SHAPE, dtype=torch.float32, kv_dtype=torch.bfloat16, head_dim=head_dim))
-    assert_close(prefill(case, implementation), case.expected)
+    assert_attends(prefill(case, implementation), case)
 
 
 @every_backend
@@ -51,13 +51,13 @@ def test_float32_over_a_bfloat16_cache(implementation: str, head_dim: int) -> No
 def test_unusual_head_dimensions_and_groups(implementation: str, head_dim: int, group: int, dtype: torch.dtype) -> None:
     shape = dataclasses.replace(SHAPE, head_dim=head_dim, group=group, num_kv_heads=2, dtype=dtype)
     case = attention(dataclasses.replace(shape, lengths=((9, 30), (4, 4))))
-    assert_close(prefill(case, implementation), case.expected, weights=weight_rounding(implementation, dtype))
+    assert_attends(prefill(case, implementation), case, weights=weight_rounding(implementation, dtype))
 
 
 @every_backend
 def test_scores_far_apart_do_not_overflow(implementation: str) -> None:
     case = attention(SHAPE, scale=40.0)
-    assert_close(prefill(case, implementation), case.expected, extra=1e-3)  # a score near 1,000 has an error near 1e-4
+    assert_attends(prefill(case, implementation), case)
 
 
 @every_backend
@@ -69,7 +69,7 @@ def test_windows_and_soft_caps(
     lengths = ((100, 200), (9, 150), (70, 70))
     shape = dataclasses.replace(SHAPE, lengths=lengths, group=1, sliding_window=sliding_window, soft_cap=soft_cap)
     case = attention(dataclasses.replace(shape, head_dim=head_dim), scale=4 * head_dim**-0.5)  # scores past the caps
-    assert_close(prefill(case, implementation), case.expected, extra=1e-5)
+    assert_attends(prefill(case, implementation), case)
 
 
 @every_backend
@@ -80,7 +80,7 @@ def test_a_sequence_without_new_tokens_is_left_out(implementation: str) -> None:
     case = dataclasses.replace(
         case, cu_seqlens=cu_seqlens, block_tables=case.block_tables[rows], context_lens=case.context_lens[rows]
     )
-    assert_close(prefill(case, implementation), case.expected)
+    assert_attends(prefill(case, implementation), case)
 
 
 @every_backend

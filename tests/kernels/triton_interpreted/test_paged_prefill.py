@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels.paged_prefill import paged_prefill
-from tests.kernels.cases import WEIGHT_ROUNDING, Attention, Shape, assert_close, attention, shapes, slot_major
+from tests.kernels.cases import WEIGHT_ROUNDING, Attention, Shape, assert_attends, attention, shapes, slot_major
 from tests.kernels.triton_interpreted.precisions import DTYPES
 
 CHUNKS = Shape(2, 3, 64, 16, torch.float32, ((70, 180), (1, 17), (5, 5)), seed=3)
@@ -31,12 +31,12 @@ def prefill(case: Attention) -> torch.Tensor:
 @example(shape=dataclasses.replace(CHUNKS, lengths=((9, 33),), num_kv_heads=1, group=4, head_dim=72, block_size=32))
 def test_equals_dense_attention(shape: Shape) -> None:
     case = attention(shape)
-    assert_close(prefill(case), case.expected, weights=WEIGHT_ROUNDING[shape.dtype])
+    assert_attends(prefill(case), case, weights=WEIGHT_ROUNDING[shape.dtype])
 
 
 def test_a_cache_of_other_strides() -> None:
     case = attention(dataclasses.replace(CHUNKS, lengths=((20, 70), (3, 16))))
-    assert_close(prefill(dataclasses.replace(case, kv=slot_major(case.kv))), case.expected)
+    assert_attends(prefill(dataclasses.replace(case, kv=slot_major(case.kv))), case)
 
 
 @given(split=st.integers(1, 69))
@@ -47,4 +47,4 @@ def test_chunks_equal_the_whole(split: int) -> None:
     lengths = torch.tensor([split, 70], dtype=torch.int32)
     starts = torch.tensor([0, split, 70], dtype=torch.int32)
     out = paged_prefill(case.q, case.kv, tables, starts, lengths, case.scale, backend="triton")
-    assert_close(out, case.expected)
+    assert_attends(out, case)
