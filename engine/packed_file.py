@@ -4,15 +4,17 @@
 
 For a quantised linear `x`: x.packed, x.row_scales, x.scales and x.offsets, as kernels/quantized.py has them; in panels
 x.packed alone, as kernels/panels.py has it; x.plain alone, float32 [N, K], where a checkpoint's quantised groups are no
-runs of columns. A file appears whole or not at all: it is written under another name, under a lock, and renamed.
+runs of columns. A file appears whole or not at all: it is written under another name, under a lock, and renamed. Its
+last four bytes are a checksum of all before them, which each load compares: one with other bytes is made anew.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,12 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from engine.checkpoint import CACHE_HINT, EMBEDDING, cache_dir, locked, model_name, weights_revision
+from engine.checksum import SIZE_BYTES, has_checksum, write_checksum
 from engine.config_fields import CheckpointError
 from engine.model_config import ModelConfig
 from engine.quantization import QUANTIZER_VERSION, StoredQuantization
 from engine.quantize import quantize_int4, quantize_int8
-from engine.safetensors_file import read_header, shard_files, write_tensors
+from engine.safetensors_file import Layout, read_header, shard_files, write_tensors
 from engine.stored_quantization import read_stored, stored_names
 from kernels.checks import check_shape
 from kernels.linear import Part
@@ -37,6 +40,7 @@ HEAD = "lm_head"
 _DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16", torch.float32: "F32"}
 _FIELDS = ("packed", "row_scales", "scales", "offsets")
 _PLAIN = "plain"
+_CHECKSUM = "checksum"
 _PANELS_VERSION = 2  # raise it when panels would lie in another order
 
 _Linear = QuantizedMatrix | torch.Tensor  # a quantised linear, or the values of one
@@ -73,6 +77,8 @@ def _made(model_dir: Path, kind: str, version: int, write: Callable[[_Checkpoint
             folder.mkdir(parents=True, exist_ok=True)
             with locked(target.with_name(f".{key}.lock")):
                 if not _is_whole(target):  # another process may have made it while we waited
+                    if target.exists():
+                        _log.warning("%s is damaged, or of a release without checksums: it is made anew", target)
                     _make(model_dir, target, write)
                     for earlier in range(version):  # pods that have mapped one keep it
                         (folder / f"{stem}-{earlier}.safetensors").unlink(missing_ok=True)
@@ -92,12 +98,10 @@ def _make(model_dir: Path, target: Path, write: Callable[[_Checkpoint, Path], No
 
 
 def _is_whole(file: Path) -> bool:
-    """A file that was cut short later is none: it is made anew."""
     try:
-        read_header(file)
-    except (FileNotFoundError, CheckpointError):
+        return has_checksum(file)
+    except FileNotFoundError:
         return False
-    return True
 
 
 class PackedFile:
@@ -137,7 +141,7 @@ def _write_panels(tied: bool, source: _Checkpoint, target: Path) -> None:
         f"{name}.packed": ("BF16", panel_shape(source.shape(of), torch.bfloat16)) for name, of in matrices.items()
     }
     bits = ((f"{name}.packed", _bits(pack(source.tensor(of)))) for name, of in matrices.items())
-    write_tensors(target, layout, bits, lambda _done, _of: None)
+    _write(target, layout, bits)
 
 
 def _bits(matrix: PanelMatrix) -> NDArray[np.uint16]:
@@ -160,7 +164,15 @@ def _write_quantised(config: ModelConfig, quantization: str, source: _Checkpoint
     whole_lines = (".packed", f".{_PLAIN}")  # their sizes keep cache lines whole for what follows
     order = sorted(tensors, key=lambda name: not name.endswith(whole_lines))
     layout = {name: (_DTYPES[tensors[name].dtype], tuple(tensors[name].shape)) for name in order}
-    write_tensors(target, layout, ((name, _array(tensors[name])) for name in order), lambda _done, _of: None)
+    _write(target, layout, ((name, _array(tensors[name])) for name in order))
+
+
+def _write(target: Path, layout: Layout, tensors: Iterable[tuple[str, NDArray[Any]]]) -> None:
+    """With its checksum as the last tensor."""
+    room = np.zeros(SIZE_BYTES, np.uint8)
+    layout = {**layout, _CHECKSUM: ("U8", room.shape)}
+    write_tensors(target, layout, chain(tensors, [(_CHECKSUM, room)]), lambda _done, _of: None)
+    write_checksum(target)
 
 
 def _rounded(source: _Checkpoint, quantization: str, tied: bool) -> Iterator[tuple[str, _Linear]]:

@@ -188,6 +188,20 @@ def test_a_file_that_was_cut_short_is_made_anew(num_bytes: int, tmp_path: Path) 
     assert file.read_bytes() == content
 
 
+@pytest.mark.parametrize("place", [100, -1000, -1], ids=["header", "weights", "checksum"])
+def test_a_file_with_a_changed_byte_is_made_anew(place: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_checkpoint(tmp_path / "m")
+    whole = values_of(load(tmp_path / "m", "int4").head).clone()
+    (file,) = (cache_dir().parent / "packed").glob("*.safetensors")
+    content = file.read_bytes()
+    changed = bytearray(content)
+    changed[place] ^= 1
+    file.write_bytes(changed)
+    assert torch.equal(values_of(load(tmp_path / "m", "int4").head), whole)
+    assert caplog.messages == [f"{file} is damaged, or of a release without checksums: it is made anew"]
+    assert file.read_bytes() == content
+
+
 def test_a_new_version_takes_the_place_of_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "m")
     load(tmp_path / "m", "int4")
