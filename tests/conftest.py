@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.support.leaks import children, leaked_children, leaked_tasks
 from tests.support.registry import RegistryServer
@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from tests.support.cluster import Cluster
 
 
-# What `--hypothesis-profile` can name. "few" draws the same handful every time, for the interpreter of
-# Triton; "mutants" likewise, and the first failure will do.
-settings.register_profile("few", max_examples=8, deadline=None, derandomize=True)
+# A slow machine is no failure. The rest is what `--hypothesis-profile` can name: "few" draws the same handful every
+# time, for the interpreter of Triton; "mutants" likewise, and the first failure will do; "thorough" draws anew, even
+# in CI.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+settings.register_profile("few", max_examples=8, derandomize=True)
 settings.register_profile(
     "mutants", settings.get_profile("few"), phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False
 )
-settings.register_profile("thorough", max_examples=200, deadline=None, print_blob=True)
+settings.register_profile("thorough", max_examples=200, derandomize=False, print_blob=True)
 
 
 @pytest.fixture(scope="session")

@@ -126,7 +126,7 @@ async def test_cancel_at_any_moment_of_a_reserve(pod: Pod, client: PodClient) ->
         call.cancel()
         await asyncio.wait([call])
         await client.abort(sequence.sequence_id)
-        await asyncio.wait_for(pod.role.drained(), 1)
+        await assert_idle(pod)
 
 
 # Decode-only.

@@ -17,7 +17,7 @@ from proto.frames import HEADER_BYTES, FrameConnection, connect, frame
 from proto.service import MAX_MESSAGE_BYTES
 
 EPOCH = "epoch-1"
-WAIT_S = 5.0
+WAIT_S = 30.0
 
 
 class Caller:

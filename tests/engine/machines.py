@@ -17,7 +17,6 @@ def explore(machine: type[RuleBasedStateMachine], max_examples: int, phases: tup
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=50,
-            deadline=None,
             derandomize=True,
             phases=phases,
             report_multiple_bugs=False,

@@ -77,7 +77,7 @@ def test_garbage_ends_that_connection_and_no_other(target: Agent, other: Agent, 
     assert drain(target) == {"other": [b"still here"]}
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=4))
 def test_random_bytes_after_a_good_start(target: Agent, messages: list[bytes]) -> None:
     with raw_connection(target) as sock:

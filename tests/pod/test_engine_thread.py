@@ -54,7 +54,7 @@ class Watched:
         self.changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()

@@ -13,9 +13,10 @@ import pytest
 
 from kvtransfer.backends.inproc import Fault, Faults, InprocBackend
 from pod.pod import Pod
+from prefill_service.servicer import PrefillService
 from proto import common_pb2, pods_pb2
 from proto.errors import LayoutMismatch, LeaseExpired, PdserveError, PeerLost, TransferFailed
-from tests.support.cluster import Cluster, assert_idle, tokens_of
+from tests.support.cluster import IDLE_S, Cluster, assert_idle, tokens_of
 from tests.support.pod_client import PodClient, continued, generate, hand_over, right_answer, spec
 from tests.support.polling import until
 
@@ -220,8 +221,8 @@ async def test_4_cancel_and_abort_at_many_moments(pair: Pair) -> None:
         await asyncio.wait([request])
         await pair.prefill.release_lease(sequence.sequence_id)
         await pair.decode.abort(sequence.sequence_id)
-        await asyncio.wait_for(pair.decode_pod.role.drained(), 1)
-        await asyncio.wait_for(pair.prefill_pod.role.drained(), 1)
+        await asyncio.wait_for(pair.decode_pod.role.drained(), IDLE_S)
+        await asyncio.wait_for(pair.prefill_pod.role.drained(), IDLE_S)
     await pair.assert_idle()
 
 
@@ -259,13 +260,20 @@ async def test_7_a_lease_that_expired_before_the_transfer(cluster: Cluster, reus
     assert await pair.generate(again) == answer(again)
 
 
+def lease_end(pod: Pod) -> float:
+    """Of its only lease, in seconds of its clock."""
+    assert isinstance(pod.role, PrefillService)
+    (entry,) = pod.role.table.entries()
+    return pod.role.table.lease_remaining_s(entry, now=0)
+
+
 async def test_7_a_lease_is_renewed_while_its_transfer_takes_long(pair: Pair) -> None:
     pair.faults.plan = {0: Fault.STALL}
     credit = await pair.decode.reserve(sequence := spec(range(50)), pair.fingerprint)
-    response = await pair.prefill.prefill(sequence, lease_ms=200)
+    response = await pair.prefill.prefill(sequence, lease_ms=2000)
+    granted_until = lease_end(pair.prefill_pod)
     await pair.decode.start_decode(continued(sequence, response), response.handoff, credit.credit_id)
-    await asyncio.sleep(0.5)
-    assert pair.prefill_pod.load().num_leases == 1
+    await until(lambda: lease_end(pair.prefill_pod) > granted_until)
     pair.faults.land(0)
     await pair.until_ended(sequence)
     assert [response.first_token.token_id, *pair.decode.received[sequence.sequence_id].token_ids] == answer(sequence)
@@ -343,20 +351,20 @@ async def test_15_unlike_layouts_are_refused_by_name(cluster: Cluster) -> None:
 async def test_17_a_draining_prefill_pod_keeps_what_it_leased(pair: Pair) -> None:
     credit = await pair.decode.reserve(sequence := spec(range(50)), pair.fingerprint)
     response = await pair.prefill.prefill(sequence)
-    drain = asyncio.create_task(pair.prefill_pod.drain(timeout_s=5))
+    drain = asyncio.create_task(pair.prefill_pod.drain(timeout_s=60))
     await asyncio.sleep(0)
     await pair.decode.start_decode(continued(sequence, response), response.handoff, credit.credit_id)
     await pair.until_ended(sequence)
     assert pair.decode.received[sequence.sequence_id].last.finish_reason == common_pb2.FINISH_REASON_LENGTH
-    await asyncio.wait_for(drain, 1)
+    await asyncio.wait_for(drain, IDLE_S)
 
 
 async def test_17_a_draining_decode_pod_honours_its_credits(pair: Pair) -> None:
     credit = await pair.decode.reserve(sequence := spec(range(50)), pair.fingerprint)
     response = await pair.prefill.prefill(sequence)
-    drain = asyncio.create_task(pair.decode_pod.drain(timeout_s=5))
+    drain = asyncio.create_task(pair.decode_pod.drain(timeout_s=60))
     await asyncio.sleep(0)
     await pair.decode.start_decode(continued(sequence, response), response.handoff, credit.credit_id)
     await pair.until_ended(sequence)
     assert [response.first_token.token_id, *pair.decode.received[sequence.sequence_id].token_ids] == answer(sequence)
-    await asyncio.wait_for(drain, 1)
+    await asyncio.wait_for(drain, IDLE_S)

@@ -31,7 +31,7 @@ from tests.support.processes import PodProcess
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 NUM_OUTPUT = 12
-WAIT_S = 10.0
+WAIT_S = 30.0
 ENDLESS: dict[str, Any] = {"max_tokens": NUM_OUTPUT, "ignore_eos": True, "stop_token_ids": []}
 
 

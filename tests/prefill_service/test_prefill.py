@@ -11,7 +11,7 @@ import pytest
 from pod.pod import Pod
 from proto import common_pb2, pods_pb2
 from proto.errors import Cancelled, InvalidRequest, PodUnavailable, from_rpc
-from tests.support.cluster import Cluster, assert_idle
+from tests.support.cluster import IDLE_S, Cluster, assert_idle
 from tests.support.pod_client import LEASE_MS, PodClient, right_answer, spec
 from tests.support.polling import until
 
@@ -144,7 +144,7 @@ async def test_an_answer_lost_to_a_cancel_can_be_released(pod: Pod, client: PodC
         call.cancel()
         await asyncio.wait([call])
         await client.release_lease(sequence.sequence_id)
-        await asyncio.wait_for(pod.role.drained(), 1)
+        await assert_idle(pod)
 
 
 async def test_the_same_sequence_twice_is_refused(client: PodClient) -> None:
@@ -184,18 +184,18 @@ async def test_bytes_that_are_no_request(pod: Pod) -> None:
 
 async def test_draining_refuses_new_work_and_keeps_leases(pod: Pod, client: PodClient) -> None:
     await client.prefill(sequence := spec([1, 2, 3]))
-    drain = asyncio.create_task(pod.drain(timeout_s=5))
+    drain = asyncio.create_task(pod.drain(timeout_s=60))
     with pytest.raises(PodUnavailable, match="draining"):
         await _until_refused(client)
     assert not drain.done()
     assert pod.load().num_leases == 1
     assert await client.release_lease(sequence.sequence_id)
-    await asyncio.wait_for(drain, 1)
+    await asyncio.wait_for(drain, IDLE_S)
 
 
 async def test_a_drain_ends_at_its_deadline(cluster: Cluster, pod: Pod, client: PodClient) -> None:
     await client.prefill(spec([1, 2, 3]))
-    await asyncio.wait_for(pod.drain(timeout_s=0.05), 2)
+    await asyncio.wait_for(pod.drain(timeout_s=0.05), IDLE_S)
     assert pod.load().num_leases == 1
     await cluster.stop(pod)
 

@@ -13,7 +13,7 @@ import pytest
 from proto import pods_pb2
 from proto.frames import CLOSE_S, HEADER_BYTES, FrameConnection, connect, frame
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 MAX_BYTES = 1000
 BEAT = pods_pb2.StreamTokensRequest()
 

@@ -58,8 +58,8 @@ async def test_stop_ends_open_connections(registry: CollectorRegistry) -> None:
     writer.write(b"GET /metrics")
     await writer.drain()
     await asyncio.sleep(0)
-    await asyncio.wait_for(server.stop(), 2)
-    assert await asyncio.wait_for(reader.read(), 2) == b""
+    await asyncio.wait_for(server.stop(), 20)
+    assert await asyncio.wait_for(reader.read(), 20) == b""
     writer.close()
     await writer.wait_closed()
 

@@ -24,7 +24,7 @@ from router.settings import RouterSettings
 from router.snapshot import PodView
 from tests.support.cluster import Cluster, running_cluster
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 SLOW_STEPS: dict[str, object] = {"fake_step_s": 0.003}  # of pods, so that there is time for a fault
 
 

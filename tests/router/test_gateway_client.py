@@ -28,6 +28,7 @@ from tests.router.support import (
     long_running,
     router_settings,
     running_stack,
+    until,
 )
 from tests.router.test_end_to_end import assert_right
 from tests.support.ports import free_port
@@ -92,7 +93,7 @@ async def test_a_stream_that_drains_is_left_for_another(scripted: ScriptedRouter
     async with gateway_of(scripted) as client:
         running = await first_response(client, inference_pb2.GenerateRequest())
         scripted.streams[0].drain()
-        await asyncio.sleep(0.05)
+        await until(lambda: client._stream is not None and not client._stream.takes_starts)
         scripted.play(first, last)
         assert (await collect(client, inference_pb2.GenerateRequest())).text == "Hello world"
         assert [len(stream) for stream in scripted.streams] == [1, 0]
@@ -140,10 +141,11 @@ async def test_a_stream_that_breaks_after_the_last_response_concerns_nobody(scri
     never = asyncio.Event()
     scripted.play(*answer("Hello", " world"), never)  # complete, but its end is never said
     async with gateway_of(scripted) as client:
-        task = await first_response(client, inference_pb2.GenerateRequest())
-        await asyncio.sleep(0.05)
+        responses = client.generate(inference_pb2.GenerateRequest())
+        texts = [(await anext(responses)).text, (await anext(responses)).text]
         await scripted.stop()
-        assert (await asyncio.wait_for(task, WAIT_S)).text == "Hello world"
+        assert [response async for response in responses] == []
+        assert "".join(texts) == "Hello world"
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED])

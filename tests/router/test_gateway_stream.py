@@ -13,7 +13,7 @@ from router import gateway_stream
 from router.gateway_stream import GatewayStream
 from router.requests import Sink
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 
 
 class Requests:

@@ -19,7 +19,7 @@ from proto.errors import PodUnavailable
 from tests.support.pod_client import PodClient
 
 ROLES: Mapping[str, Callable[[PodContext], Role]] = {"prefill": PrefillService, "decode": DecodeService}
-IDLE_S = 5.0
+IDLE_S = 15.0  # a killed router's leases last 10 s, those that tests ask for 30
 _numbers = itertools.count(1)
 
 

@@ -19,7 +19,7 @@ from proto.registry_pb2 import PodRecord
 from proto.service import MAX_MESSAGE_BYTES, channel
 from tests.support.polling import until
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 BEAT_S = 0.5
 LEASE_MS = 30_000
 _numbers = itertools.count(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-WAIT_S = 5.0
+WAIT_S = 30.0  # a machine may be slow: what is wrong fails all the same
 INTERVAL_S = 0.002
 
 
