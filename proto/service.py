@@ -20,13 +20,14 @@ from proto.decoding import RefuseUndecodable
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-# Pings every 2 s find a dead link within 6 s; a reconnect is tried after 0.1 s so that a restarted peer is found soon.
+POD_PATIENCE_S = 4  # with a peer that does not answer pings, which go out every 2 s
+ROUTER_PATIENCE_S = 15  # what a pod does another can do; a router that stood still goes on with what it alone knows
+
+# A reconnect is tried after 0.1 s so that a restarted peer is found soon.
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 4000),
-    ("grpc.http2.ping_timeout_ms", 4000),  # what grpc 1.85 heeds: without it a frozen peer is kept for 60 s
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -46,8 +47,11 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def channel(address: str, patience_s: float = POD_PATIENCE_S) -> grpc.aio.Channel:
+    patience_ms = int(patience_s * 1000)
+    # grpc 1.85 heeds the latter: without it a frozen peer is kept for 60 s
+    patience = [("grpc.keepalive_timeout_ms", patience_ms), ("grpc.http2.ping_timeout_ms", patience_ms)]
+    return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *patience])
 
 
 class Server:

@@ -11,7 +11,7 @@ import grpc.aio
 
 from proto import common_pb2, inference_pb2, inference_pb2_grpc
 from proto.errors import InvalidRequest, from_rpc
-from proto.service import MAX_MESSAGE_BYTES, channel
+from proto.service import MAX_MESSAGE_BYTES, ROUTER_PATIENCE_S, channel
 
 STATUS_S = 2.0
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
@@ -54,7 +54,7 @@ class RouterClient(Closing):
     """One channel to the router at `address` (host:port); reconnects by itself. An async context manager."""
 
     def __init__(self, address: str) -> None:
-        self._channel = channel(address)
+        self._channel = channel(address, ROUTER_PATIENCE_S)
         self._stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(self._channel)
 
     async def generate(

@@ -18,6 +18,7 @@ from random import Random
 from proto import common_pb2
 from proto.errors import PdserveError, from_info
 from router.background import Background
+from router.failures import PodLost
 from router.model import ServedModel
 from router.placements import Placements
 from router.pod_client import CALL_S, DecodeClient, PodClient, PrefillClient
@@ -193,7 +194,7 @@ class Cluster:
     def _retire(self, key: PodKey) -> None:
         """Fails the calls under way. If the pod lives after all, it still hears what it can free, or is taken back."""
         client = self._retired[key] = self._clients.pop(key)
-        client.lose("it has stopped beating")
+        client.lose(PodLost(f"pod {key[0]}: it has stopped beating", pod_id=key[0]))
         self._retiring.spawn(self._close_later(key, client), f"close {key[0]}")
 
     async def _close_later(self, key: PodKey, client: PodClient) -> None:

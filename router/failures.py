@@ -34,6 +34,10 @@ class PodLost(PodUnavailable):
     """
 
 
+class CutOff(PodUnavailable):
+    """The pod has ended our token stream, for this router stood still or read too slowly: nothing is wrong with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`avoid` is excluded from this request's next attempts; `busy` only until something changes.
@@ -66,11 +70,11 @@ def judge(state: State, error: PdserveError) -> Verdict:
     match error:
         case Overloaded():
             return Verdict(retry=True, busy=leg, suspect=False)
-        case PodUnavailable() | InternalError():
+        case PodUnavailable() | InternalError() if not isinstance(error, CutOff):
             return Verdict(retry=True, avoid=leg, suspect=isinstance(error, PodLost | InternalError))
         case PeerLost() | LayoutMismatch():
             return Verdict(retry=True, avoid=Leg.PREFILL)  # the decode pod says that it cannot read from there
         case InvalidRequest():
             return Verdict(retry=isinstance(error, NotFound))  # the pod forgot something of ours: nobody's fault
         case _:
-            return Verdict(retry=True)  # a lease or credit that expired, or a pod's own cancellation
+            return Verdict(retry=True)  # a lease or credit that expired, a pod's own cancellation, a standstill of ours

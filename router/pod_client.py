@@ -18,7 +18,7 @@ from proto import pods_pb2, pods_pb2_grpc
 from proto.errors import TRAILER, PdserveError, PodUnavailable, from_rpc
 from proto.service import channel
 from router.background import current_task_is_cancelled
-from router.failures import PodLost
+from router.failures import CutOff, PodLost
 from router.snapshot import PodView
 from router.token_stream import StreamReader
 
@@ -34,14 +34,14 @@ class PodCall(Generic[Response]):
     def __init__(self, client: PodClient, call: Any) -> None:
         self._client = client
         self._call = call
-        self._lost: str | None = None
+        self._lost: PodUnavailable | None = None
 
     def cancel(self) -> None:
         self._call.cancel()
 
-    def lose(self, why: str) -> None:
-        """The pod is lost: `result()` raises PodLost now."""
-        self._lost = why
+    def lose(self, error: PodUnavailable) -> None:
+        """The pod is lost, or what the call is for: `result()` raises `error` now."""
+        self._lost = error
         self._call.cancel()
 
     async def result(self) -> Response:
@@ -52,7 +52,7 @@ class PodCall(Generic[Response]):
         except asyncio.CancelledError:
             if self._lost is None or current_task_is_cancelled():
                 raise
-            raise PodLost(self._lost, pod_id=self._client.pod.pod_id) from None
+            raise self._lost from None
         else:
             return response
         finally:
@@ -91,11 +91,11 @@ class PodClient:
         why = f"pod {self.pod.pod_id}: {error.code().name}: {error.details()}"
         return (PodUnavailable if _never_sent(error) else PodLost)(why, pod_id=self.pod.pod_id)
 
-    def lose(self, why: str) -> None:
+    def lose(self, error: PodUnavailable) -> None:
         """Fails all calls under way: the pod is gone, or does not speak."""
         self._failed_at = self._clock()
         for call in list(self.calls):
-            call.lose(f"pod {self.pod.pod_id}: {why}")
+            call.lose(error)
 
     def heard(self, beat_at: float) -> None:
         """The pod's last heartbeat was not made before `beat_at`: if that is after its failure, it gets work again."""
@@ -108,7 +108,7 @@ class PodClient:
 
     async def close(self) -> None:
         self._closed = True
-        self.lose("the connection was closed")
+        self.lose(PodLost(f"pod {self.pod.pod_id}: the connection was closed", pod_id=self.pod.pod_id))
         await self._channel.close()
 
 
@@ -136,7 +136,7 @@ class DecodeClient(PodClient):
         self._on_change = on_change
         self.tokens = StreamReader(pod, router_id, self._channel.channel_ready, self.abort, self._stream_changed)
 
-    def _stream_changed(self, broken: str | None) -> None:
+    def _stream_changed(self, broken: PodUnavailable | None) -> None:
         if broken is not None:
             self.lose(broken)
         self._on_change()
@@ -148,9 +148,11 @@ class DecodeClient(PodClient):
     def error_of(self, error: grpc.aio.AioRpcError) -> PdserveError:
         """A pod that does not know our stream has ended it; we may have much to read before we see that."""
         raised = super().error_of(error)
-        if raised.field == "router_id" and self.tokens.router_id in raised.message:
-            self.tokens.reconnect("the pod has ended the token stream")
-        return raised
+        if raised.field != "router_id":
+            return raised
+        if self.tokens.router_id in raised.message:
+            self.tokens.cut_off("it knows this connection no more")
+        return CutOff(raised.message, pod_id=self.pod.pod_id)
 
     def reserve(self, request: pods_pb2.ReserveRequest) -> PodCall[pods_pb2.Credit]:
         return self.call(self._stub.Reserve, request, request.wait_ms / 1000 + CALL_S)

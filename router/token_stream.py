@@ -3,8 +3,9 @@
 The stream is a connection of its own (frames of `pods.proto`, no gRPC), opened as soon as the pod is known and answers
 calls, and again whenever it breaks. Every connection has a router id of its own, so nothing that was started for a
 broken one can speak into its successor. When it breaks, stays silent for SILENCE_S (the pod beats every 0.5 s, and so
-do we) or speaks for another epoch, every sequence on it fails. Tokens of a sequence that nobody waits for (its pod was
-given up and came back, say) are discarded, and the pod is told once.
+do we) or speaks for another epoch, every sequence on it fails; likewise when the pod ends it because this router stood
+still, but then nothing is wrong with the pod. Tokens of a sequence that nobody waits for (its pod was given up and came
+back, say) are discarded, and the pod is told once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from proto.errors import PodUnavailable
 from proto.frames import FrameConnection, connect
 from proto.service import MAX_MESSAGE_BYTES
 from router.background import Background
-from router.failures import PodLost
+from router.failures import CutOff, PodLost
 from router.mailbox import Mailbox
 from router.snapshot import PodView
 
@@ -32,7 +33,7 @@ MAX_REMEMBERED = 4096  # closed sequences, whose last tokens may still be on the
 BEAT = pods_pb2.StreamTokensRequest()
 
 
-SequenceStream = Mailbox[pods_pb2.SequenceTokens]  # one sequence's messages, in order; PodLost once the stream broke
+SequenceStream = Mailbox[pods_pb2.SequenceTokens]  # one sequence's messages, in order; why it broke at the end
 
 
 class StreamReader:
@@ -47,7 +48,7 @@ class StreamReader:
         router_id: str,
         answers: Callable[[], Awaitable[None]],
         abort: Callable[[str], Awaitable[None]],
-        on_change: Callable[[str | None], None],
+        on_change: Callable[[PodUnavailable | None], None],
     ) -> None:
         self.connected = False
         self.router_id = ""  # of the present connection
@@ -60,6 +61,7 @@ class StreamReader:
         self._on_change = on_change
         self._open: dict[str, SequenceStream] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
+        self._retry_s = FIRST_RETRY_S
         self._background = Background()
         self._task = asyncio.create_task(self._run(), name=f"tokens of {pod.pod_id}")
 
@@ -78,7 +80,7 @@ class StreamReader:
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
-        self._break("the connection was closed")
+        self._break(PodLost, "the connection was closed")
         await self._background.close(grace_s=0)
 
     def check_invariants(self, live: set[str]) -> None:
@@ -86,12 +88,11 @@ class StreamReader:
         assert self._open.keys() <= live, f"streams without a request: {sorted(self._open.keys() - live)}"
 
     async def _run(self) -> None:
-        retry_s = FIRST_RETRY_S
         while True:
             why = await self._read()
-            retry_s = FIRST_RETRY_S if self.connected else min(2 * retry_s, MAX_RETRY_S)
-            self._break(why)
-            await asyncio.sleep(retry_s)
+            self._break(PodLost, why)
+            await asyncio.sleep(self._retry_s)
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
 
     def _new_connection(self) -> FrameConnection[pods_pb2.StepTokens]:
         return FrameConnection(pods_pb2.StepTokens, self._on_message, max_bytes=MAX_MESSAGE_BYTES)
@@ -111,11 +112,11 @@ class StreamReader:
         finally:
             connection.abort("the router has ended it")
 
-    def reconnect(self, why: str) -> None:
-        """Everything on the present connection fails now, unread messages included, and another one is opened."""
-        if self.connected:
-            self._break(why)
-            self._connection.abort(why)
+    def cut_off(self, why: str) -> None:
+        """The pod has ended the present connection: all on it fails, what is unread included; another one is opened."""
+        why = f"the pod has ended the token stream: {why}"
+        self._break(CutOff, why)
+        self._connection.abort(why)
 
     async def _until_closed(self, connection: FrameConnection[pods_pb2.StepTokens]) -> str:
         """Waits SILENCE_S for a word, in slices: what this process slept through is one slice at most."""
@@ -131,7 +132,7 @@ class StreamReader:
 
     def _on_message(self, message: pods_pb2.StepTokens) -> None:
         if message.HasField("error"):
-            self._connection.abort(f"the pod ended the token stream: {message.error.message}")
+            self.cut_off(message.error.message)
         elif message.epoch != self._pod.epoch:
             answers = f"another epoch answers at {self._pod.token_address}"
             self._connection.abort(f"{answers}: {message.epoch} != {self._pod.epoch}")
@@ -142,6 +143,7 @@ class StreamReader:
         if not self.connected:
             log.info("pod %s: token stream is up", self._pod.pod_id)
             self.connected = True
+            self._retry_s = FIRST_RETRY_S
             self._on_change(None)
         for tokens in message.sequences:
             if (stream := self._open.get(tokens.sequence_id)) is not None:
@@ -163,12 +165,12 @@ class StreamReader:
         while len(self._closed) > MAX_REMEMBERED:
             self._closed.popitem(last=False)
 
-    def _break(self, why: str) -> None:
+    def _break(self, kind: type[PodUnavailable], why: str) -> None:
         if not self.connected:
             return
         log.warning("pod %s: %s; %d sequences on it", self._pod.pod_id, why, len(self._open))
         self.connected = False
-        error = PodLost(f"pod {self._pod.pod_id}: {why}", pod_id=self._pod.pod_id)
+        error = kind(f"pod {self._pod.pod_id}: {why}", pod_id=self._pod.pod_id)
         for stream in self._open.values():
             stream.end(error)
-        self._on_change(why)
+        self._on_change(error)

@@ -17,6 +17,7 @@ import pytest
 from decode_service import stream
 from proto import common_pb2, inference_pb2
 from proto.errors import PodUnavailable
+from proto.service import ROUTER_PATIENCE_S
 from proto.settings import ConfigError
 from router.client import RouterClient
 from router.gateway_client import GatewayClient
@@ -216,26 +217,34 @@ async def test_a_killed_router_leaves_nothing_on_the_pods(cluster: Cluster, kind
 
 
 async def test_a_frozen_router_is_cut_off_and_comes_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connections stay, and nobody reads them; the pod frees all of it, after 1.6 s here."""
+    """Its connections stay, and nobody reads them; the pod frees all of it, after 1.6 s here.
+
+    No answer is lost, neither those that ran nor those that waited for a place.
+    """
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
-    pod = await cluster.start("decode", fake_step_s=0.003)
-    router = await Process.start(
-        "router", model="fake", port=0, registry_url=cluster.registry_url, cluster=cluster.name
-    )
+    pod = await cluster.start("decode", fake_step_s=0.003, max_num_seqs=2)
+    flags = {"registry_url": cluster.registry_url, "cluster": cluster.name, "queue_wait_s": 30}
+    router = await Process.start("router", model="fake", port=0, **flags)
     try:
         async with RouterClient(router.ready["address"]) as client:
-            request, outcome = long_running(50, 900), Outcome()
-            answer = asyncio.create_task(read(client, request, outcome))
-            await until(lambda: len(outcome.token_ids) >= 5)
+            requests = [long_running(50, 600, seed) for seed in range(4)]
+            outcomes = [Outcome() for _ in requests]
+            answers = [asyncio.create_task(read(client, *pair)) for pair in zip(requests, outcomes, strict=True)]
+            await until(lambda: sum(len(outcome.token_ids) >= 5 for outcome in outcomes) == 2)
             router.send(signal.SIGSTOP)
+            await until(lambda: not tokens_of(pod).connections)
             await cluster.assert_idle()
-            assert not tokens_of(pod).connections
             router.send(signal.SIGCONT)
-            await answer
-        assert_right(outcome, request)
-        assert [bool(attempt.failure) for attempt in outcome.ledger.attempts] == [True, False]
+            await asyncio.gather(*answers)
+        for request, outcome in zip(requests, outcomes, strict=True):
+            assert_right(outcome, request)
     finally:
         await router.end()
+
+
+def test_clients_wait_for_a_router_for_longer_than_its_pods_do() -> None:
+    """It goes on with all that it has when it comes back, if they are still there."""
+    assert stream.MAX_SILENT_BEATS * stream.HEARTBEAT_S < ROUTER_PATIENCE_S
 
 
 async def read(client: RouterClient, request: inference_pb2.GenerateRequest, outcome: Outcome) -> None:

@@ -18,7 +18,7 @@ from proto.errors import (
     PeerLost,
     PodUnavailable,
 )
-from router.failures import Leg, PodLost, Verdict, judge
+from router.failures import CutOff, Leg, PodLost, Verdict, judge
 from router.lifecycle import State
 from router.policy import RoutingDecision
 from router.retries import MAX_BUGS, MAX_FAILURES, MAX_REFUSALS, Retries
@@ -37,6 +37,8 @@ P, D = ("p", "e1"), ("d", "e1")
         (State.PREFILLING, PodUnavailable("x"), Verdict(True, avoid=Leg.PREFILL, suspect=False)),
         (State.HANDING_OFF, PodLost("x"), Verdict(True, avoid=Leg.DECODE)),
         (State.TRANSFERRING, PodLost("x"), Verdict(True, avoid=Leg.DECODE)),
+        (State.RESERVING, CutOff("x"), Verdict(True)),
+        (State.DECODING, CutOff("x"), Verdict(True)),
         (State.DECODING, InternalError("x"), Verdict(True, avoid=Leg.DECODE)),
         (State.TRANSFERRING, PeerLost("x"), Verdict(True, avoid=Leg.PREFILL)),
         (State.TRANSFERRING, LayoutMismatch("x"), Verdict(True, avoid=Leg.PREFILL)),
@@ -59,6 +61,15 @@ def test_failures_that_the_request_may_have_caused_are_bounded() -> None:
     results = [retries.should_retry(State.DECODING, PodLost("x"), DECISION, 0.0) for _ in range(MAX_FAILURES)]
     assert results == [True] * (MAX_FAILURES - 1) + [False]
     assert retries.avoid == {D}
+
+
+def test_a_pod_that_cut_the_router_off_is_asked_again_at_once_and_not_for_ever() -> None:
+    """Even if the wait for room was over before the router stood still."""
+    retries = Retries(5.0, 20.0, None)
+    assert retries.wait_s(0.0) == 5.0
+    results = [retries.should_retry(State.RESERVING, CutOff("x"), DECISION, 12.0) for _ in range(MAX_FAILURES)]
+    assert results == [True] * (MAX_FAILURES - 1) + [False]
+    assert (retries.avoid, retries.busy(12.0), retries.wait_s(12.0)) == (frozenset(), frozenset(), 20.0)
 
 
 def test_pods_that_were_gone_or_said_no_are_bounded_by_time() -> None:

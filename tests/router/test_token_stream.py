@@ -12,7 +12,7 @@ from proto import common_pb2, pods_pb2
 from proto.errors import Overloaded, PodUnavailable
 from proto.frames import FrameConnection, frame
 from router import token_stream
-from router.failures import PodLost
+from router.failures import CutOff, PodLost
 from router.token_stream import SequenceStream, StreamReader
 from tests.router.support import until
 from tests.router.test_policy import decode
@@ -77,7 +77,7 @@ class Reading:
     """A StreamReader, and what it told its owner."""
 
     def __init__(self, pod: ScriptedPod) -> None:
-        self.changes: list[str | None] = []
+        self.changes: list[PodUnavailable | None] = []
         self.answers = asyncio.Event()
         self.answers.set()
         view = replace(decode("pod-1"), token_address=pod.address, epoch=EPOCH)
@@ -92,9 +92,10 @@ class Reading:
     async def why(self) -> str:
         """Why the first connection broke."""
         await until(lambda: len(self.changes) >= 2)
-        assert self.changes[0] is None
-        assert self.changes[1] is not None
-        return self.changes[1]
+        first, second = self.changes[:2]
+        assert first is None
+        assert second is not None
+        return second.message
 
 
 @pytest.fixture
@@ -105,11 +106,11 @@ async def reading(pod: ScriptedPod) -> AsyncIterator[Reading]:
     reading.reader.check_invariants(set(reading.reader._open))
 
 
-async def fails(stream: SequenceStream) -> str:
-    with pytest.raises(PodLost) as caught:
+async def failure(stream: SequenceStream) -> PodUnavailable:
+    with pytest.raises(PodUnavailable) as caught:
         await asyncio.wait_for(stream.next(), 5)
     assert caught.value.pod_id == "pod-1"
-    return caught.value.message
+    return caught.value
 
 
 async def test_a_stream_is_taken_apart(pod: ScriptedPod, reading: Reading) -> None:
@@ -158,19 +159,24 @@ async def test_it_beats(pod: ScriptedPod, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("message", "why"),
+    ("message", "kind", "why"),
     [
-        (pods_pb2.StepTokens(epoch="e2"), "another epoch answers at"),
+        (pods_pb2.StepTokens(epoch="e2"), PodLost, "another epoch answers at"),
         (
             pods_pb2.StepTokens(epoch=EPOCH, error=Overloaded("too slow").to_info()),
-            "the pod ended the token stream: too slow",
+            CutOff,
+            "the pod has ended the token stream: too slow",
         ),
-        (b"\xff", "a frame of 1 bytes that is no StepTokens"),
-        (None, "the peer ended the connection"),
+        (b"\xff", PodLost, "a frame of 1 bytes that is no StepTokens"),
+        (None, PodLost, "the peer ended the connection"),
     ],
 )
 async def test_why_it_broke_is_told_to_all_and_another_is_opened(
-    pod: ScriptedPod, reading: Reading, message: pods_pb2.StepTokens | bytes | None, why: str
+    pod: ScriptedPod,
+    reading: Reading,
+    message: pods_pb2.StepTokens | bytes | None,
+    kind: type[PodUnavailable],
+    why: str,
 ) -> None:
     await reading.until_up()
     stream = reading.reader.open("a")
@@ -181,12 +187,12 @@ async def test_why_it_broke_is_told_to_all_and_another_is_opened(
         pod.last.send(message)
     else:
         pod.last.close("done")
-    assert why in await fails(stream)
+    error = await failure(stream)
+    assert (type(error), reading.changes[1:2]) == (kind, [error])
     assert why in await reading.why()
     await until(lambda: reading.changes[2:] == [None])
     assert [heard[0].router_id for heard in pod.heard] == ["router-1/1", "router-1/2"]
-    with pytest.raises(PodLost):
-        await stream.next()
+    assert await failure(stream) is error
 
 
 async def test_a_pod_of_another_epoch_is_never_up(pod: ScriptedPod, reading: Reading) -> None:
@@ -199,17 +205,18 @@ async def test_a_silent_pod_is_given_up(pod: ScriptedPod, monkeypatch: pytest.Mo
     monkeypatch.setattr(token_stream, "SILENCE_S", 0.1)
     reading = Reading(pod)
     await reading.until_up()
-    assert await reading.why() == "no word on the token stream for 0.1 s"
+    assert await reading.why() == "pod pod-1: no word on the token stream for 0.1 s"
     await reading.reader.close()
 
 
-async def test_a_reconnect_fails_what_is_unread_too(pod: ScriptedPod, reading: Reading) -> None:
+async def test_a_cut_off_stream_fails_with_what_is_unread(pod: ScriptedPod, reading: Reading) -> None:
     await reading.until_up()
     stream = reading.reader.open("a")
     pod.send(tokens("a", 1))
-    reading.reader.reconnect("the pod says so")
-    assert "the pod says so" in await fails(stream)
-    await until(lambda: reading.changes == [None, "the pod says so", None])
+    reading.reader.cut_off("the pod says so")
+    error = await failure(stream)
+    assert isinstance(error, CutOff)
+    await until(lambda: reading.changes == [None, error, None])
     assert len(stream) == 0
 
 
