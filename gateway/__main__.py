@@ -20,7 +20,7 @@ async def serve(settings: GatewaySettings) -> None:
     stop = stop_event()
     listener = bind(settings.host, settings.port)
     async with GatewayClient(settings.router) as router:
-        app = build_app(router, Metrics(), max_body_bytes=settings.max_body_bytes)
+        app = build_app(router, Metrics(), settings.body_limits)
         server = HttpServer(app, listener, drain_timeout_s=settings.drain_timeout_s)
         await server.start()
         freeze_memory()

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from gateway.answer import server_id
 from gateway.errors import ApiError, from_pdserve, internal
+from gateway.exchange import BodyLimits
 from gateway.generation import CHAT, COMPLETIONS, Generation
 from gateway.metrics import Metrics
 from proto.errors import PdserveError
@@ -25,11 +26,11 @@ LATEST = "latest"  # in place of a request id: the most recent request
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def build_app(router: Client, metrics: Metrics, *, max_body_bytes: int) -> Starlette:
+def build_app(router: Client, metrics: Metrics, body_limits: BodyLimits) -> Starlette:
     """The app. It owns none of its arguments."""
     pages = Pages(router, metrics)
-    chat = Generation(CHAT, router, metrics, max_body_bytes=max_body_bytes)
-    completions = Generation(COMPLETIONS, router, metrics, max_body_bytes=max_body_bytes)
+    chat = Generation(CHAT, router, metrics, body_limits=body_limits)
+    completions = Generation(COMPLETIONS, router, metrics, body_limits=body_limits)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"]),

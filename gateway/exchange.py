@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -15,13 +16,21 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError
 
-BODY_SILENCE_S = 15.0  # without a byte of a body that is not complete; a slow upload goes on
+BODY_SILENCE_S = 15.0  # without a byte of a body that is not complete
 LINGER_BYTES = 64 * 2**20  # of a refused body that are read and dropped, so that the client gets to see the refusal
 LINGER_S = 5.0
 
 # Valid in JSON as they are, but line ends to clients that split lines by Unicode's rules. The bytes of a character
 # cannot begin within another one in UTF-8.
 _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What a request body may take."""
+
+    max_bytes: int
+    timeout_s: float  # from the first byte to the last
 
 
 class ClientGone(Exception):
@@ -40,23 +49,31 @@ class Exchange:
         self._more_body = True
         self.streaming = False
 
-    async def read_body(self, max_bytes: int) -> bytes:
-        """The whole body. Raises ApiError 413 as soon as it is known to be too large, or 408 when no more of it comes,
-        and ClientGone.
+    async def read_body(self, limits: BodyLimits) -> bytes:
+        """The whole body. Raises ApiError 413 as soon as it is known to be too large, 408 when it falls silent or takes
+        too long, and ClientGone.
         """
         declared = self.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > max_bytes:
-            raise _too_large(max_bytes)
+        if declared.isdecimal() and int(declared) > limits.max_bytes:
+            raise _too_large(limits.max_bytes)
         body = bytearray()
-        while self._more_body:
-            try:
-                async with asyncio.timeout(BODY_SILENCE_S):
-                    body += await self._body_part()
-            except TimeoutError:
-                raise _silent(len(body)) from None
-            if len(body) > max_bytes:
-                raise _too_large(max_bytes)
+        try:
+            async with asyncio.timeout(limits.timeout_s):
+                while self._more_body:
+                    await self._read_part(body)
+                    if len(body) > limits.max_bytes:
+                        raise _too_large(limits.max_bytes)
+        except TimeoutError:
+            raise _late(len(body), f"it is not complete after body_timeout_s = {limits.timeout_s:g}") from None
         return bytes(body)
+
+    async def _read_part(self, body: bytearray) -> None:
+        """Adds what comes next to `body`."""
+        try:
+            async with asyncio.timeout(BODY_SILENCE_S):
+                body += await self._body_part()
+        except TimeoutError:
+            raise _late(len(body), f"no more within {BODY_SILENCE_S:g} s") from None
 
     async def run_until_disconnect(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs `work` to its end, or cancels it and raises ClientGone when the client goes."""
@@ -143,6 +160,5 @@ def _too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"the request body is larger than max_body_bytes = {max_bytes}", code="body_too_large")
 
 
-def _silent(num_bytes: int) -> ApiError:
-    message = f"{num_bytes} bytes of the request body came, and no more within {BODY_SILENCE_S:g} s"
-    return ApiError(408, message, code="body_timeout")
+def _late(num_bytes: int, why: str) -> ApiError:
+    return ApiError(408, f"{num_bytes} bytes of the request body came, and {why}", code="body_timeout")

@@ -28,7 +28,7 @@ async def serve(settings: FrontSettings) -> None:
     router = Router(settings.router)
     await router.start()
     async with LocalClient(router.inference) as client:
-        app = build_app(client, Metrics(), max_body_bytes=settings.gateway.max_body_bytes)
+        app = build_app(client, Metrics(), settings.gateway.body_limits)
         server = HttpServer(app, listener, drain_timeout_s=settings.gateway.drain_timeout_s)
         await server.start()
         freeze_memory()

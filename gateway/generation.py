@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.answer import Answer, ChatFormat, CompletionFormat, Format
 from gateway.body import B, parse
 from gateway.errors import ApiError, from_pdserve, internal
-from gateway.exchange import ClientGone, Exchange
+from gateway.exchange import BodyLimits, ClientGone, Exchange
 from gateway.fanout import merge
 from gateway.metrics import Metrics
 from gateway.plan import Plan, plan_chat, plan_completion
@@ -57,7 +57,7 @@ class Generation(Generic[B]):
         router: Client,
         metrics: Metrics,
         *,
-        max_body_bytes: int,
+        body_limits: BodyLimits,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -65,7 +65,7 @@ class Generation(Generic[B]):
         self._router = router
         self._metrics = metrics
         metrics.tokens.counts[endpoint.name] = 0
-        self._max_body_bytes = max_body_bytes
+        self._body_limits = body_limits
         self._clock = clock
         self._wall_clock = wall_clock
 
@@ -83,7 +83,7 @@ class Generation(Generic[B]):
         try:
             request_id = _adopt_request_id(exchange)
             _check_headers(exchange)
-            raw = await exchange.read_body(self._max_body_bytes)
+            raw = await exchange.read_body(self._body_limits)
             await exchange.run_until_disconnect(self._answer(exchange, raw, request_id))
         except ClientGone:
             exchange.status = 499

@@ -14,6 +14,7 @@ from gateway.requests import MAX_CHOICES, ChatBody, CompletionBody, GenerationBo
 from proto.common_pb2 import SamplingParams
 from proto.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
 
+MAX_PLAN_BYTES = 64 * 2**20  # of the calls of one HTTP request, each of which has its own copy of its prompt
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat answer may fill the context
 
 _SAME_NAME = (
@@ -86,11 +87,12 @@ def _plan(
 ) -> Plan:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "'stream_options' is only allowed with 'stream' = true")
-    samplings = [_sampling(body, i, max_tokens, logprobs) for i in range(body.n)]
+    common = _common(body, request_id, max_tokens, logprobs)
+    _check_size(body.n, sum(prompt.ByteSize() + common.ByteSize() for prompt in prompts))
     options = body.stream_options
     include_usage = options is not None and options.include_usage
     return Plan(
-        calls=tuple(_call(body, prompt, sampling, request_id) for prompt in prompts for sampling in samplings),
+        calls=tuple(_call(common, prompt, _seed(body, choice)) for prompt in prompts for choice in range(body.n)),
         n=body.n,
         stream=body.stream,
         include_usage=include_usage,
@@ -108,28 +110,42 @@ def _check_choices(num_prompts: int, n: int) -> None:
         raise invalid("n" if n > 1 else "prompt", message)
 
 
-def _call(body: GenerationBody, prompt: GenerateRequest, sampling: SamplingParams, request_id: str) -> GenerateRequest:
-    call = GenerateRequest(
+def _check_size(n: int, num_bytes: int) -> None:
+    """Before a prompt of megabytes is copied for each choice."""
+    if n * num_bytes > MAX_PLAN_BYTES:
+        raise invalid("n", f"'n' = {n} times {num_bytes} bytes is too much: at most {MAX_PLAN_BYTES} in all")
+
+
+def _common(body: GenerationBody, request_id: str, max_tokens: int | None, logprobs: int | None) -> GenerateRequest:
+    """What all calls share. What the client left out stays unset: the router fills in the model's defaults."""
+    sampling = SamplingParams(
+        logit_bias=body.logit_bias,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+    )
+    for name in _SAME_NAME:
+        if (value := getattr(body, name)) is not None:
+            setattr(sampling, name, value)
+    return GenerateRequest(
         request_id=request_id,
         model=body.model,
         sampling=sampling,
         priority=body.priority,
         cache_salt=body.cache_salt,
     )
+
+
+def _seed(body: GenerationBody, choice: int) -> int | None:
+    return None if body.seed is None else (body.seed + choice) % 2**64
+
+
+def _call(common: GenerateRequest, prompt: GenerateRequest, seed: int | None) -> GenerateRequest:
+    call = GenerateRequest(sampling=SamplingParams(seed=seed))
+    call.MergeFrom(common)
     call.MergeFrom(prompt)
     return call
-
-
-def _sampling(body: GenerationBody, choice: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    """What the client left out stays unset: the router fills in the model's defaults."""
-    sampling = SamplingParams(
-        logit_bias=body.logit_bias, stop=body.stop, stop_token_ids=body.stop_token_ids, max_tokens=max_tokens,
-        logprobs=logprobs, seed=None if body.seed is None else (body.seed + choice) % 2**64,
-    )  # fmt: skip
-    for name in _SAME_NAME:
-        if (value := getattr(body, name)) is not None:
-            setattr(sampling, name, value)
-    return sampling
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:

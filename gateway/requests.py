@@ -1,7 +1,8 @@
 """The bodies of `/v1/chat/completions` and `/v1/completions` as typed objects.
 
-Types, and what only HTTP clients can get wrong, are checked here. Ranges of sampling parameters, lengths and the
-vocabulary are checked by the router, which knows the model and serves other clients by the same rules.
+Types, what only HTTP clients can get wrong, and how many there may be of anything are checked here, the last before
+anything is made of them: a body may hold millions. Ranges of sampling parameters, lengths of prompts and the vocabulary
+are checked by the router, which knows the model and serves other clients by the same rules.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from gateway.body import Body
-from router.validation import MAX_LOGIT_BIASES
+from router.validation import MAX_ID_CHARS, MAX_LOGIT_BIASES, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 MAX_CHOICES = 128  # of one HTTP request: n times its prompts
 
@@ -22,6 +23,7 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = TypeAliasType("TokenIds", Annotated[list[TokenId], FailFast()])  # an alias, since FailFast is unhashable
 Number = Annotated[float, Field(allow_inf_nan=False)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # one spelling each, so that no two keys are one token
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
@@ -36,25 +38,21 @@ def _prompt_form(value: Any) -> str:
     return "<ids>" if isinstance(value, list) and value and isinstance(value[0], int) else "<prompts>"
 
 
-def _few_prompts(value: Any) -> Any:
-    """Before anything is made of the prompts, of which a body may hold a million."""
-    if isinstance(value, list) and len(value) > MAX_CHOICES:
-        raise PydanticCustomError(
-            "too_many",
-            "{count} prompts are too many: at most {limit} choices a request",
-            {"count": len(value), "limit": MAX_CHOICES},
-        )
-    return value
+def _at_most(limit: int, words: str = "{count} entries, at most {limit} are allowed") -> BeforeValidator:
+    """Refuses a longer list or object, whatever is in it."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise PydanticCustomError("too_many", words, {"count": len(value), "limit": limit})
+        return value
+
+    return BeforeValidator(check)
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """Stops at the first bad entry, and before any of too many; pydantic would describe each of a million."""
+    """Stops at the first bad entry; pydantic would describe each."""
     if not isinstance(value, dict):
         raise PydanticCustomError("dict_type", "must be an object of token ids and numbers")
-    if len(value) > MAX_LOGIT_BIASES:
-        raise PydanticCustomError(
-            "too_many", "{count} entries, at most {limit} are allowed", {"count": len(value), "limit": MAX_LOGIT_BIASES}
-        )
     bias: dict[int, float] = {}
     for key, number in value.items():
         if not _TOKEN_ID.fullmatch(key) or int(key) >= 2**31:
@@ -91,18 +89,22 @@ class GenerationBody(Body):
     top_p: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias), _at_most(MAX_LOGIT_BIASES)] = Field(
+        default_factory=dict
+    )
     seed: Seed | None = None
-    stop: Annotated[list[str], FailFast(), BeforeValidator(_listed)] = Field(default_factory=list)
+    stop: Annotated[list[StopString], FailFast(), _at_most(MAX_STOP_STRINGS), BeforeValidator(_listed)] = Field(
+        default_factory=list
+    )
     # vLLM's extras
     top_k: Int32 | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
     min_tokens: Int32 | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: TokenIds = Field(default_factory=list)
+    stop_token_ids: Annotated[TokenIds, _at_most(MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
     priority: Int32 = 0
-    cache_salt: str = ""
+    cache_salt: str = Field("", max_length=MAX_ID_CHARS)
 
 
 class TextPart(Body):
@@ -141,7 +143,7 @@ _Prompts = TypeAliasType(
         list[Annotated[Annotated[str, Tag("<text>")] | Annotated[TokenIds, Tag("<list>")], Discriminator(_form)]],
         FailFast(),
         Field(min_length=1),
-        BeforeValidator(_few_prompts),
+        _at_most(MAX_CHOICES, "{count} prompts are too many: at most {limit} choices a request"),
     ],
 )
 

@@ -1,4 +1,4 @@
-"""The gateway's HTTP server: uvicorn on a socket of ours, stopped by us and not by its signal handlers."""
+"""The gateway's HTTP server: uvicorn on a socket of ours, stopped and drained by us and not by its signal handlers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, or their next request meets a closing one
+from gateway.connection import KEEP_ALIVE_S, Connection
+
 CANCEL_S = 1.0  # for what a stop cancels to tell its clients
+
+log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -36,32 +39,23 @@ def _address(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _as_warning(record: logging.LogRecord) -> bool:
-    """A stop in the middle of an answer is no error of ours: the client hears of it, and is told to try again."""
-    if record.msg == "Cancel %s running task(s), timeout graceful shutdown exceeded":
-        record.levelno, record.levelname = logging.WARNING, "WARNING"
-        record.msg = "%s request(s) are cut off: they did not end within the drain time"
-    return record.args != (0,)  # nothing runs, only connections are open
-
-
 class HttpServer(uvicorn.Server):
     """Serves `app` from `start` to `stop`."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, *, drain_timeout_s: int) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=drain_timeout_s,
         )
         super().__init__(config)
-        logging.getLogger("uvicorn.error").addFilter(_as_warning)
         self._listener = listener
+        self._drain_timeout_s = drain_timeout_s
         self.address = _address(listener)
         self._serving: asyncio.Task[None] | None = None
 
@@ -73,8 +67,20 @@ class HttpServer(uvicorn.Server):
         assert self._serving is not None
         self.should_exit = True
         await self._serving
-        if self.server_state.tasks:
-            await asyncio.wait(self.server_state.tasks, timeout=CANCEL_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Overrides uvicorn's, which begins the same but has a time limit that is an error to it, and does not wait for
+        what it cancels: our clients then hear that they are cut off.
+        """
+        draining = asyncio.create_task(super().shutdown(sockets))
+        await asyncio.wait([draining], timeout=self._drain_timeout_s)
+        if running := list(self.server_state.tasks):
+            log.warning("%d request(s) are cut off: they did not end within the drain time", len(running))
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=CANCEL_S)
+        draining.cancel()  # it may still wait for connections on which nothing runs
+        await asyncio.wait([draining])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

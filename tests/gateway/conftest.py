@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from gateway.app import build_app
+from gateway.exchange import BodyLimits
 from gateway.metrics import Metrics
 from gateway.server import HttpServer, bind
+from router.client import Client
 from router.gateway_client import GatewayClient
 from tests.gateway.scripted import ScriptedRouter
 
-MAX_BODY_BYTES = 100_000
+BODY_LIMITS = BodyLimits(max_bytes=100_000, timeout_s=60)
 
 
 @pytest.fixture
@@ -25,14 +28,18 @@ async def router() -> AsyncIterator[ScriptedRouter]:
     await router.stop()
 
 
+@asynccontextmanager
+async def serving(router: Client, body_limits: BodyLimits = BODY_LIMITS) -> AsyncIterator[HttpServer]:
+    server = HttpServer(build_app(router, Metrics(), body_limits), bind("127.0.0.1", 0), drain_timeout_s=0)
+    await server.start()
+    yield server
+    await server.stop()
+
+
 @pytest.fixture
 async def server(router: ScriptedRouter) -> AsyncIterator[HttpServer]:
-    async with GatewayClient(router.address) as client:
-        app = build_app(client, Metrics(), max_body_bytes=MAX_BODY_BYTES)
-        server = HttpServer(app, bind("127.0.0.1", 0), drain_timeout_s=0)
-        await server.start()
+    async with GatewayClient(router.address) as client, serving(client) as server:
         yield server
-        await server.stop()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from gateway.unsupported import IGNORED, NEUTRAL
 from proto import common_pb2 as pb
 from proto.errors import CODES
 from router.gateway_client import GatewayClient
-from tests.gateway.conftest import MAX_BODY_BYTES
+from tests.gateway.conftest import BODY_LIMITS
 from tests.gateway.scripted import ScriptedRouter
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -30,7 +30,7 @@ HELLO = [{"role": "user", "content": "hi"}]
 async def app_client(router: ScriptedRouter) -> AsyncIterator[httpx.AsyncClient]:
     """The app without a server in between."""
     async with GatewayClient(router.address) as client:
-        app = build_app(client, Metrics(), max_body_bytes=MAX_BODY_BYTES)
+        app = build_app(client, Metrics(), BODY_LIMITS)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
             yield http
 
@@ -81,6 +81,11 @@ BOTH: list[tuple[str, Any, str, str]] = [
     ("seed", 1.0, "seed", "integer"),
     ("stop", 5, "stop", "a string or a list of strings"),
     ("stop", ["a", 5], "stop[1]", "a string or a list of strings"),
+    ("stop", ["a"] * 17, "stop", "17 entries, at most 16 are allowed"),
+    ("stop", [5] * 17, "stop", "17 entries, at most 16 are allowed"),
+    ("stop", "a" * 257, "stop[0]", "at most 256 characters"),
+    ("stop_token_ids", [1] * 257, "stop_token_ids", "257 entries, at most 256 are allowed"),
+    ("cache_salt", "a" * 257, "cache_salt", "at most 256 characters"),
     ("stop_token_ids", ["a"], "stop_token_ids[0]", "integer"),
     ("stop_token_ids", [-1], "stop_token_ids[0]", "greater than or equal to 0"),
     ("priority", 2**40, "priority", "less than"),
@@ -265,7 +270,7 @@ async def test_unknown_paths_and_methods(app_client: httpx.AsyncClient) -> None:
 
 
 async def test_a_body_over_the_limit(router: ScriptedRouter, app_client: httpx.AsyncClient) -> None:
-    body = json.dumps({"prompt": "x" * MAX_BODY_BYTES}).encode()
+    body = json.dumps({"prompt": "x" * BODY_LIMITS.max_bytes}).encode()
 
     async def chunked() -> AsyncIterator[bytes]:
         yield body
@@ -273,7 +278,7 @@ async def test_a_body_over_the_limit(router: ScriptedRouter, app_client: httpx.A
     for content in (body, chunked()):
         response = await app_client.post(COMPLETIONS, content=content)
         assert response.status_code == 413
-        assert str(MAX_BODY_BYTES) in check_shape(response)["message"]
+        assert str(BODY_LIMITS.max_bytes) in check_shape(response)["message"]
     assert router.requests == []
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
+from collections.abc import Coroutine
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway import exchange
+from gateway import connection, exchange
+from gateway.exchange import BodyLimits
 from gateway.server import HttpServer
+from router.gateway_client import GatewayClient
+from tests.gateway.conftest import serving
 from tests.gateway.scripted import ScriptedRouter, answer
 
 LIMIT_S = 30.0
@@ -47,6 +52,15 @@ class RawClient:
             self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         self.writer.close()
         await self.writer.wait_closed()
+
+
+async def dribble_until(client: RawClient, answer: Coroutine[Any, Any, bytes]) -> bytes:
+    """Sends a byte every now and then until the answer is there."""
+    answered = asyncio.create_task(answer)
+    while not answered.done():
+        client.writer.write(b" ")
+        await asyncio.sleep(0.01)
+    return await answered
 
 
 async def idle(server: HttpServer) -> None:
@@ -152,6 +166,63 @@ async def test_a_slow_body_is_read_to_its_end(
         await asyncio.sleep(0.2)
         client.writer.write(body[start : start + 2])
     await client.read_until(b"data: [DONE]\n\n")
+    await client.leave()
+
+
+async def test_a_body_that_never_ends_is_given_up(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never silent, either."""
+    monkeypatch.setattr(exchange, "LINGER_S", 1.0)
+    async with GatewayClient(router.address) as to_router, serving(to_router, BodyLimits(100_000, 0.2)) as server:
+        client = await RawClient.connect(server)
+        client.send("/v1/completions", {"prompt": "hi" * 1000}, only=20)
+        answered = await dribble_until(client, client.read_until(b"}}"))
+        assert answered.startswith(b"HTTP/1.1 408 ")
+        assert b"bytes of the request body came, and it is not complete after body_timeout_s = 0.2" in answered
+        await client.leave()
+        await idle(server)
+    assert router.requests == []
+
+
+HEADS = {"nothing": b"", "line ends": b"\r\n", "a part of a head": b"POST /v1/completions HTTP/1.1\r\nhost"}
+
+
+@pytest.mark.parametrize("sent", HEADS.values(), ids=HEADS.keys())
+async def test_a_connection_without_a_whole_head_is_closed(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_S", 0.1)
+    client = await RawClient.connect(server)
+    client.writer.write(sent)
+    assert await asyncio.wait_for(client.reader.read(), LIMIT_S) == b""
+    await client.leave()
+
+
+async def test_a_connection_is_closed_that_dribbles_after_its_answer(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body that nobody reads, since its answer does not depend on it."""
+    client = await RawClient.connect(server)
+    for num_bytes in (0, 1000):
+        client.writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % num_bytes)
+        await client.read_until(b"}]}")
+        monkeypatch.setattr(connection, "HEAD_S", 0.1)  # from the end of the second answer on
+    with contextlib.suppress(ConnectionError):  # what is sent to a closed connection resets it
+        assert await dribble_until(client, client.reader.read()) == b""
+        await client.leave()
+
+
+async def test_nobody_is_hurried_while_an_answer_runs(router: ScriptedRouter, server: HttpServer) -> None:
+    go_on = asyncio.Event()
+    router.play(answer("Hello")[0], go_on)
+    client = await RawClient.connect(server)
+    client.send("/v1/completions", {"prompt": "hi", "stream": True})
+    await client.read_until(b'"Hello"')
+    (served,) = server.server_state.connections
+    assert isinstance(served, connection.Connection)
+    assert served.head_timer is None
+    go_on.set()
+    await idle(server)
+    assert served.head_timer is not None or served.transport.is_closing()
     await client.leave()
 
 

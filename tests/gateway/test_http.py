@@ -17,7 +17,7 @@ from gateway.server import HttpServer, bind
 from proto.errors import PodUnavailable
 from proto.inference_pb2 import GenerateResponse, GetStatusResponse
 from router.gateway_client import GatewayClient
-from tests.gateway.conftest import MAX_BODY_BYTES
+from tests.gateway.conftest import BODY_LIMITS
 from tests.gateway.scripted import ScriptedRouter, answer
 from tests.gateway.test_disconnect import LIMIT_S, RawClient
 
@@ -181,7 +181,7 @@ async def test_a_bug_of_ours_is_a_500_in_the_same_shape(router: ScriptedRouter) 
     async with GatewayClient(router.address) as client:
         client.list_models = None  # type: ignore[method-assign, assignment] # the bug
         client.generate = None  # type: ignore[method-assign, assignment] # another one
-        app = build_app(client, Metrics(), max_body_bytes=MAX_BODY_BYTES)
+        app = build_app(client, Metrics(), BODY_LIMITS)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
             for response in (await http.get("/v1/models"), await http.post(CHAT, json={"messages": HELLO})):
@@ -206,7 +206,7 @@ async def test_a_large_body_is_refused_and_its_sender_sees_why(http: httpx.Async
     for content in (b"x" * 10_000_000, chunked()):
         response = await http.post(CHAT, content=content)
         assert response.status_code == 413
-        assert str(MAX_BODY_BYTES) in response.json()["error"]["message"]
+        assert str(BODY_LIMITS.max_bytes) in response.json()["error"]["message"]
         assert response.headers["connection"] == "close"
     assert (await http.get("/v1/models")).status_code == 200
 
@@ -233,7 +233,7 @@ async def stop_while_streaming(router: ScriptedRouter, drain_timeout_s: int) -> 
     first, last = answer("Hello", " world")
     router.play(first, go_on, last)
     async with GatewayClient(router.address) as client:
-        app = build_app(client, Metrics(), max_body_bytes=MAX_BODY_BYTES)
+        app = build_app(client, Metrics(), BODY_LIMITS)
         server = HttpServer(app, bind("127.0.0.1", 0), drain_timeout_s=drain_timeout_s)
         await server.start()
         raw = await RawClient.connect(server)
@@ -273,6 +273,6 @@ async def test_stop_ends_with_an_error_what_outlasts_the_drain_time(
     rest = await stop_while_streaming(router, drain_timeout_s=0)
     assert '"code":"stopping"' in rest
     assert "[DONE]" not in rest
-    told = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "uvicorn.error"]
+    told = [(r.levelname, r.getMessage()) for r in caplog.records if r.name in {"gateway.server", "uvicorn.error"}]
     assert told == [("WARNING", "1 request(s) are cut off: they did not end within the drain time")]
     await asyncio.wait_for(router.cancelled.get(), LIMIT_S)

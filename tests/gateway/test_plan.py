@@ -156,3 +156,10 @@ def test_too_many_choices_name_the_field_to_change() -> None:
     with pytest.raises(ApiError, match="129 prompts") as caught:
         completion(prompt=["a"] * 129)
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "x" * 2**20, "n": 64}, {"prompt": ["x" * 2**20] * 2, "n": 32}])
+def test_a_prompt_of_megabytes_is_not_copied_for_each_of_many_choices(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="is too much: at most 67108864 in all") as raised:
+        completion(**fields)
+    assert raised.value.param == "n"

@@ -14,13 +14,12 @@ from openai import AsyncOpenAI
 
 from engine.fake import fake_generate
 from engine.sequence import SamplingParams
-from gateway.app import build_app
-from gateway.metrics import Metrics
-from gateway.server import HttpServer, bind
+from gateway.server import HttpServer
 from router.gateway_client import GatewayClient
 from router.local_client import LocalClient
 from router.server import Router
 from router.settings import RouterSettings
+from tests.gateway.conftest import serving
 from tests.gateway.test_disconnect import LIMIT_S, RawClient
 from tests.support.cluster import Cluster, assert_idle, running_cluster
 from tests.support.polling import until
@@ -56,14 +55,11 @@ async def router(cluster: Cluster) -> AsyncIterator[Router]:
 async def gateway_of(router: Router, how: str) -> AsyncIterator[HttpServer]:
     """`how`: whether the router could be in another process."""
     connected = LocalClient(router.inference) if how == TOGETHER else GatewayClient(router.address)
-    async with connected as client:
-        server = HttpServer(build_app(client, Metrics(), max_body_bytes=2**20), bind("127.0.0.1", 0), drain_timeout_s=0)
-        await server.start()
+    async with connected as client, serving(client) as server:
         async with asyncio.timeout(LIMIT_S):
             while await client.why_not_serving() is not None:  # noqa: ASYNC110 - what a load balancer does
                 await asyncio.sleep(0.01)
         yield server
-        await server.stop()
 
 
 @pytest.fixture(params=[TOGETHER, APART])
@@ -169,7 +165,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"logprobs": 21}, "logprobs"),
-    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop_token_ids": [512]}, "stop_token_ids[0]"),
     ({"stop": ""}, "stop[0]"),
     ({"logit_bias": {"512": 1}}, "logit_bias"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
