@@ -113,9 +113,11 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         return reservation
 
     def _overloaded(self, wait_s: float) -> Overloaded:
-        places = self._pod.plan.settings.max_num_seqs
+        load, places = self._pod.engine.load, self._pod.plan.settings.max_num_seqs
+        blocks = f"{load.num_free_blocks} of {load.num_blocks} KV blocks are free"
+        taken = f"{load.num_running + load.num_reserved} of max_num_seqs = {places} places are taken"
         return Overloaded(
-            f"no KV blocks, or none of the max_num_seqs = {places} places, free within wait_ms = {wait_s * 1000:.0f}",
+            f"no room within wait_ms = {wait_s * 1000:.0f}: {blocks}, {taken}, {self._queue.num_waiting} others wait",
             retry_after_ms=RETRY_AFTER_MS * (1 + self._queue.num_waiting),
             pod_id=self._pod.plan.pod_id,
         )

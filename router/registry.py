@@ -47,16 +47,18 @@ class PodTable:
 
     sightings: dict[str, Sighting] = field(default_factory=dict)
 
-    def update(self, records: list[PodRecord], now: float) -> None:
-        """Takes all records of one good poll, and drops pods that have expired."""
+    def update(self, records: list[PodRecord], now: float) -> set[str]:
+        """Takes all records of one good poll, drops pods that have expired, and returns what is wrong with records."""
+        complaints: set[str] = set()
         for record in records:
             try:
                 self._see(record, now)
             except ValueError as error:
-                log.warning("ignoring a record: %s", error)
+                complaints.add(str(error))
         for pod_id in [pod_id for pod_id, s in self.sightings.items() if s.expires_at <= now]:
             log.warning("pod %s has stopped beating: gone", pod_id)
             del self.sightings[pod_id]
+        return complaints
 
     def _see(self, record: PodRecord, now: float) -> None:
         known = self.sightings.get(record.pod_id)
@@ -88,6 +90,7 @@ class RegistryWatcher:
         self._clock = clock
         self._last_good = clock()
         self._reachable = True
+        self._complaints: set[str] = set()  # of the last poll: each is told once, not with every poll
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._client = redis.asyncio.from_url(
@@ -117,7 +120,7 @@ class RegistryWatcher:
 
     async def _poll(self) -> None:
         try:
-            records = await self._read()
+            values = await self._read()
         except (redis.RedisError, OSError) as error:
             self._note(reachable=False, detail=str(error))
             return
@@ -127,13 +130,19 @@ class RegistryWatcher:
             self.pods.outage(gap_s)
         self._last_good = now
         self._note(reachable=True)
-        self.pods.update(records, now)
+        records, complaints = _parse(values)
+        self._complain(complaints | self.pods.update(records, now))
         self._on_update()
 
-    async def _read(self) -> list[PodRecord]:
+    async def _read(self) -> list[bytes]:
         keys = [key async for key in self._client.scan_iter(match=self._pattern, count=1000)]
         values = await self._client.mget(keys) if keys else []
-        return [record for value in values if value is not None and (record := _parse(value)) is not None]
+        return [value if isinstance(value, bytes) else value.encode() for value in values if value is not None]
+
+    def _complain(self, complaints: set[str]) -> None:
+        for complaint in sorted(complaints - self._complaints):
+            log.warning("ignoring a record: %s", complaint)
+        self._complaints = complaints
 
     def _note(self, *, reachable: bool, detail: str = "") -> None:
         if reachable and not self._reachable:
@@ -143,8 +152,13 @@ class RegistryWatcher:
         self._reachable = reachable
 
 
-def _parse(value: bytes | str) -> PodRecord | None:
-    with contextlib.suppress(DecodeError):
-        return PodRecord.FromString(value if isinstance(value, bytes) else value.encode())
-    log.warning("ignoring a record of %d bytes that is no PodRecord", len(value))
-    return None
+def _parse(values: list[bytes]) -> tuple[list[PodRecord], set[str]]:
+    """The records, and what is wrong with those that are none."""
+    records: list[PodRecord] = []
+    complaints: set[str] = set()
+    for value in values:
+        try:
+            records.append(PodRecord.FromString(value))
+        except DecodeError:
+            complaints.add(f"{len(value)} bytes that are no PodRecord")
+    return records, complaints

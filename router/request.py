@@ -26,6 +26,7 @@ from router.model import ServedModel
 from router.policy import RoutingRequest
 from router.prefix_index import chunk_hashes
 from router.retries import Retries
+from router.retry_log import RetryLog
 from router.tokenizer import Tokenizer
 from router.validation import ResolvedRequest, check, check_text, resolve
 
@@ -60,6 +61,7 @@ class Services:
     queue_wait_s: float
     resume_wait_s: float
     huge_prompts: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "huge-prompts"))
+    retry_log: RetryLog = field(default_factory=RetryLog)
     clock: Callable[[], float] = time.monotonic
 
 
@@ -291,7 +293,7 @@ class Request:
         if not self._retries.should_retry(self.state, error, decision, now):
             raise error
         self._services.cluster.pump_in(self._retries.pause_s)
-        log.warning("request %s, %s: %s; trying again", self.id, self.state.value, error)
+        self._services.retry_log.note(self.id, self.state, error)
         self._ledger.account(_STAGE[self.state], now)
         self._ledger.fail_attempt(f"{outcome_of(error)}: {error.message}")
         self._move(Event.ATTEMPT_FAILED)

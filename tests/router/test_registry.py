@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import redis.asyncio
 
@@ -67,12 +65,11 @@ def test_a_new_epoch_replaces_the_old_one() -> None:
     assert table.keys() == {("d", "e2")}
 
 
-def test_an_impossible_record_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_impossible_record_is_ignored() -> None:
     table = PodTable()
-    with caplog.at_level(logging.WARNING):
-        table.update([registry_pb2.PodRecord(pod_id="odd")], now=1.0)
+    (complaint,) = table.update([registry_pb2.PodRecord(pod_id="odd")], now=1.0)
     assert table.sightings == {}
-    assert "pod 'odd': role 0" in caplog.text
+    assert "pod 'odd': role 0" in complaint
 
 
 async def test_it_reads_its_own_cluster_only(registry_url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,7 +85,7 @@ async def test_it_reads_its_own_cluster_only(registry_url: str, caplog: pytest.L
         await until(lambda: watcher.pods.sightings["d"].heartbeat == 2)
         await watcher.close()
     assert len(updates) >= 2
-    assert "3 bytes that is no PodRecord" in caplog.text
+    assert caplog.text.count("3 bytes that are no PodRecord") == 1, "however often it was read"
 
 
 async def test_it_starts_without_a_registry() -> None:
