@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
-import uvloop
-
 from gateway.app import build_app
 from gateway.metrics import Metrics
 from gateway.server import HttpServer, bind
 from gateway.settings import GatewaySettings
-from proto.service import configure_logging, freeze_memory, stop_event
-from proto.settings import ConfigError
+from proto.process import ready_until, run, stop_event
 from router.gateway_client import GatewayClient
 
 
@@ -23,22 +18,9 @@ async def serve(settings: GatewaySettings) -> None:
         app = build_app(router, Metrics(), settings.body_limits)
         server = HttpServer(app, listener, drain_timeout_s=settings.drain_timeout_s)
         await server.start()
-        freeze_memory()
-        print(f"READY gateway address={server.address}", flush=True)
-        await stop.wait()
+        await ready_until(stop, f"gateway address={server.address}")
         await server.stop()
 
 
-def main() -> int:
-    try:
-        settings = GatewaySettings.load()
-        configure_logging("gateway", settings.log_level)
-        uvloop.run(serve(settings))
-    except (ConfigError, OSError) as error:
-        print(f"gateway: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run("gateway", GatewaySettings.load, serve))

@@ -8,21 +8,18 @@ from __future__ import annotations
 import logging
 import sys
 
-import uvloop
-
 from gateway.app import build_app
 from gateway.front_settings import USAGE, FrontSettings
 from gateway.metrics import Metrics
 from gateway.server import HttpServer, bind
-from proto.service import configure_logging, freeze_memory, stop_event
-from proto.settings import ConfigError
+from proto.process import ready_until, run, stop_event
 from router.local_client import LocalClient
-from router.model import ModelError
 from router.server import Router
 
 
 async def serve(settings: FrontSettings) -> None:
     """Until SIGTERM or SIGINT; then the gateway's answers finish first. Raises ModelError, and OSError for a port."""
+    logging.getLogger("router").setLevel(settings.router.log_level.upper())
     stop = stop_event()
     listener = bind(settings.gateway.host, settings.gateway.port)
     router = Router(settings.router)
@@ -31,11 +28,8 @@ async def serve(settings: FrontSettings) -> None:
         app = build_app(client, Metrics(), settings.gateway.body_limits)
         server = HttpServer(app, listener, drain_timeout_s=settings.gateway.drain_timeout_s)
         await server.start()
-        freeze_memory()
-        print(
-            f"READY front gateway={server.address} router={router.address} metrics={router.metrics_address}", flush=True
-        )
-        await stop.wait()
+        where = f"gateway={server.address} router={router.address} metrics={router.metrics_address}"
+        await ready_until(stop, f"front {where}")
         await server.stop()
     await router.stop()
 
@@ -44,15 +38,7 @@ def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE)
         return 0
-    try:
-        settings = FrontSettings.load()
-        configure_logging("front", settings.gateway.log_level)
-        logging.getLogger("router").setLevel(settings.router.log_level.upper())
-        uvloop.run(serve(settings))
-    except (ConfigError, ModelError, OSError) as error:
-        print(f"front: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run("front", FrontSettings.load, serve)
 
 
 if __name__ == "__main__":

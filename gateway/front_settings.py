@@ -29,6 +29,11 @@ class FrontSettings:
     router: RouterSettings
     gateway: GatewaySettings  # its `router` is not read
 
+    @property
+    def log_level(self) -> str:
+        """Of all but the router's own loggers."""
+        return self.gateway.log_level
+
     @classmethod
     def load(cls, argv: Sequence[str] | None = None) -> Self:
         """Settings from `argv` (default: the process's own), the environment and the file. Raises ConfigError."""

@@ -19,7 +19,7 @@ from pod.pod import Pod
 from pod.role import PodContext, Role
 from pod.settings import PodSettings
 from proto.errors import InternalError
-from proto.service import configure_logging, freeze_memory, stop_event
+from proto.process import configure_logging, freeze_memory, stop_event
 from proto.settings import ConfigError
 
 

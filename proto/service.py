@@ -6,10 +6,6 @@ is left after the grace period is cancelled.
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import logging
-import signal
 from collections.abc import Iterable
 
 import grpc.aio
@@ -82,30 +78,3 @@ class Server:
     async def stop(self, grace_s: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
-
-
-def stop_event() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets. Call on the running loop."""
-    event = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, event.set)
-    return event
-
-
-def freeze_memory() -> None:
-    """Call when all is there that lives as long as the process: collecting garbage looks at none of it again.
-
-    Else a full collection takes 30 ms in a router and 100 in a pod, and every stream waits for it.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-def configure_logging(process: str, level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"%(asctime)s.%(msecs)03d %(levelname).1s {process} %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-
-import uvloop
-
-from proto.service import configure_logging, freeze_memory, stop_event
-from proto.settings import ConfigError
-from router.model import ModelError
+from proto.process import ready_until, run, stop_event
 from router.server import Router
 from router.settings import RouterSettings
 
 
 async def serve(settings: RouterSettings) -> None:
-    stopped = stop_event()
+    stop = stop_event()
     router = Router(settings)
     await router.start()
-    freeze_memory()
-    print(f"READY router address={router.address} metrics={router.metrics_address}", flush=True)
-    await stopped.wait()
+    await ready_until(stop, f"router address={router.address} metrics={router.metrics_address}")
     await router.stop()
 
 
-def main() -> int:
-    try:
-        settings = RouterSettings.load()
-        configure_logging("router", settings.log_level)
-        uvloop.run(serve(settings))
-    except (ConfigError, ModelError, OSError) as error:
-        print(f"router: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(run("router", RouterSettings.load, serve))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from proto.settings import ConfigError
+
 FAKE = "fake"
 FAKE_VOCAB_SIZE = 512
 FAKE_EOS = 511
@@ -16,7 +18,7 @@ FAKE_MAX_MODEL_LEN = 4096
 _DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class ModelError(Exception):
+class ModelError(ConfigError):
     """One line that says what is wrong with the model directory."""
 
 
