@@ -15,7 +15,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,10 +30,12 @@ from engine.safetensors_file import TensorEntry, read_header, sampled_digest, sh
 __all__ = [
     "DEFAULT_MODEL",
     "EMBEDDING",
+    "HEAD",
     "CheckpointError",
     "ProgressCallback",
     "cache_dir",
     "estimate_memory_bytes",
+    "head_name",
     "locked",
     "model_info",
     "model_name",
@@ -48,6 +50,7 @@ DTYPES = {"float32": 4, "bfloat16": 2}  # name -> bytes
 NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's
 SOURCE_NAME = "source.json"
 EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head"  # a linear: without suffix
 CACHE_HINT = "XDG_CACHE_HOME may name a directory that can be written"
 # Python, torch and its thread pools, measured at 0.3 GB, and activations of one step, which max_batched_tokens bounds
 PROCESS_BYTES = 600 << 20
@@ -140,12 +143,18 @@ def estimate_memory_bytes(model_dir: Path, dtype: str, num_processes: int = 1, q
     if config.quantization and config.quantization.act_order:
         words = sum(e.num_elements for name, e in entries.items() if name.endswith(GPTQ_SUFFIX))
         weight_bytes += words * (32 // config.quantization.bits * DTYPES[dtype] - 4)
-    if config.tie_word_embeddings and (head := entries.get(EMBEDDING)):
+    if head_name(entries, config.tie_word_embeddings) == EMBEDDING and (head := entries.get(EMBEDDING)):
         in_8_bits = quantization in BYTES_PER_WEIGHT
         weight_bytes += head.num_elements if in_8_bits else _bytes_in_memory(EMBEDDING, head, dtype, quantization)
     num_tables = len({layer.rope for layer in config.layers})
     rotary_bytes = num_tables * 4 * config.max_model_len * config.head_dim
     return int(weight_bytes) + num_processes * (rotary_bytes + PROCESS_BYTES)
+
+
+def head_name(names: Container[str], tied: bool) -> str:
+    """The tensor that is the head. A tied one that a file has beside the embedding may differ from it, and counts."""
+    own = f"{HEAD}.weight"
+    return EMBEDDING if tied and own not in names else own
 
 
 def _bytes_in_memory(name: str, entry: TensorEntry, dtype: str, quantization: str) -> float:

@@ -56,12 +56,18 @@ class Family:
 
 
 _WINDOW_SWITCH = frozenset({"use_sliding_window"})
+_QWEN_DEFAULTS: Mapping[str, object] = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 _QWEN_3 = Family(
     title="Qwen3",
     windows="late",
     qk_norm=True,
     reads=_WINDOW_SWITCH | {"attention_bias"},
-    defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    defaults={**_QWEN_DEFAULTS, "head_dim": 128},
 )
 _GEMMA_2 = Family(
     title="Gemma 2",
@@ -72,7 +78,9 @@ _GEMMA_2 = Family(
     scaled_embedding=True,
     reads=frozenset({"attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}),
     defaults={
+        "eos_token_id": 1,
         "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4,
         "head_dim": 256,
         "tie_word_embeddings": True,
         "sliding_window": 4096,
@@ -84,15 +92,25 @@ _GEMMA_2 = Family(
     },
 )
 
+_MISTRAL_DEFAULTS: Mapping[str, object] = {
+    "eos_token_id": 2,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(title="Llama", reads=frozenset({"attention_bias", "mlp_bias"})),
-    "MistralForCausalLM": Family(title="Mistral", windows="all", defaults={"sliding_window": 4096}),
+    "LlamaForCausalLM": Family(
+        title="Llama", reads=frozenset({"attention_bias", "mlp_bias"}), defaults={"eos_token_id": 2}
+    ),
+    "MistralForCausalLM": Family(
+        title="Mistral", windows="all", defaults={**_MISTRAL_DEFAULTS, "sliding_window": 4096}
+    ),
     "Qwen2ForCausalLM": Family(
         title="Qwen2",
         windows="late",
         qkv_bias=True,
         reads=_WINDOW_SWITCH,
-        defaults={"sliding_window": 4096, "max_window_layers": 28},
+        defaults=_QWEN_DEFAULTS,
     ),
     "Qwen3ForCausalLM": _QWEN_3,
     "Gemma2ForCausalLM": _GEMMA_2,
@@ -107,6 +125,7 @@ FAMILIES: Mapping[str, Family] = {
             **_GEMMA_2.defaults,
             "sliding_window_pattern": 6,
             "max_position_embeddings": 131_072,
+            "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
@@ -117,12 +136,23 @@ FAMILIES: Mapping[str, Family] = {
         windows="all",
         fused_projections=True,
         rope_types=("default", "longrope"),
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        defaults={
+            "eos_token_id": 32_000,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     "MixtralForCausalLM": Family(
         title="Mixtral",
         windows="all",
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "max_position_embeddings": 131_072},
+        defaults={
+            **_MISTRAL_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
         experts=ExpertNames(
             block="block_sparse_moe",
             gate="w1",
@@ -138,7 +168,12 @@ FAMILIES: Mapping[str, Family] = {
         windows="all",
         qk_norm=True,
         reads=_WINDOW_SWITCH | {"attention_bias"},
-        defaults={"sliding_window": 4096, "max_position_embeddings": 32_768},
+        defaults={
+            **_QWEN_DEFAULTS,
+            "num_key_value_heads": 4,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
         experts=ExpertNames(
             block="mlp",
             gate="gate_proj",

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config_fields import CheckpointError
+from engine.model_config import parse_config
 from engine.quantization import BLOCKS_SUFFIX
 from engine.safetensors_file import SINGLE_NAME, write_tensors
 
@@ -51,6 +52,7 @@ def convert(source: Path, target: Path, progress: ProgressCallback, keep_blocks:
     config = hf_config(model)
     if keep_blocks:
         config["quantization_config"] = {"quant_method": "gguf"}
+    parse_config(config, source=str(source))  # before the long work
     _write_json(target / "config.json", config)
     _write_json(target / "generation_config.json", _generation_config(model))
     _write_weights(model, config, target / SINGLE_NAME, lambda fraction: progress("converting weights", fraction))
@@ -98,6 +100,8 @@ def _open(source: Path) -> GGUFModel:
         raise CheckpointError(f"{source}: architecture {model.architecture!r}: GGUF files of 'llama' are supported")
     if model.get("llama.expert_count", 0):
         raise CheckpointError(f"{source}: a mixture of experts: only dense Llama models are supported")
+    if (num_files := model.get("split.count", 1)) > 1:
+        raise CheckpointError(f"{source}: one of {num_files} files: join them with llama-gguf-split --merge")
     if "token_embd.weight" not in model.tensors:
         raise CheckpointError(f"{source}: token_embd.weight is missing: only whole models are supported")
     return model
@@ -227,11 +231,11 @@ def _with_blocks(weight: _Weight) -> list[_Weight]:
 def hf_name(name: str, source: Path) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises CheckpointError."""
     stem, _, kind = name.rpartition(".")
-    if stem in TOP_NAMES:
+    if stem in TOP_NAMES and kind == "weight":
         return f"{TOP_NAMES[stem]}.{kind}"
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    if block == "blk" and part in LAYER_NAMES:
+    if block == "blk" and part in LAYER_NAMES and kind in ("weight", "bias"):
         return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
     raise CheckpointError(f"{source}: unknown tensor {name}: no dense Llama model has it")
 

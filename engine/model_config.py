@@ -94,15 +94,18 @@ class ModelConfig:
 def read_config(model_dir: Path) -> ModelConfig:
     """Parses and checks `model_dir`'s config.json and generation_config.json. Raises CheckpointError."""
     values = read_json(model_dir / "config.json")
-    generation = model_dir / "generation_config.json"
-    eos = _token_ids(values.get("eos_token_id"))
-    if generation.is_file():
-        eos |= _token_ids(read_json(generation).get("eos_token_id"))
-    return parse_config(values, eos, str(model_dir / "config.json"))
+    file = model_dir / "generation_config.json"
+    generation = read_json(file) if file.is_file() else {}
+    return parse_config(values, _token_ids(generation.get("eos_token_id")), str(model_dir / "config.json"))
 
 
-def parse_config(values: Mapping[str, Any], eos_token_ids: frozenset[int], source: str = "config.json") -> ModelConfig:
-    """`values` is config.json's content; `source` names it in errors. Raises CheckpointError."""
+def parse_config(
+    values: Mapping[str, Any], eos_token_ids: frozenset[int] = frozenset(), source: str = "config.json"
+) -> ModelConfig:
+    """`values` is config.json's content, `eos_token_ids` come on top of its own; `source` names it in errors.
+
+    Raises CheckpointError.
+    """
     family = _family(values, source)
     values = {**family.defaults, **values}
     _refuse_unsupported(values, source)
@@ -133,7 +136,7 @@ def parse_config(values: Mapping[str, Any], eos_token_ids: frozenset[int], sourc
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
         mlp_bias=counted.flag("mlp_bias"),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=eos_token_ids | _token_ids(values.get("eos_token_id")),
         quantization=parse_quantization(values.get("quantization_config"), source),
     )
     _check_shape(config, source)

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from engine.checkpoint import CACHE_HINT, EMBEDDING, cache_dir, locked, model_name, weights_revision
+from engine.checkpoint import CACHE_HINT, HEAD, cache_dir, head_name, locked, model_name, weights_revision
 from engine.checksum import SIZE_BYTES, has_checksum, write_checksum
 from engine.config_fields import CheckpointError
 from engine.model_config import ModelConfig
@@ -36,12 +36,11 @@ from kernels.linear import Part
 from kernels.panels import PanelMatrix, pack, panel_shape
 from kernels.quantized import QuantizedMatrix
 
-HEAD = "lm_head"
 _DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16", torch.float32: "F32"}
 _FIELDS = ("packed", "row_scales", "scales", "offsets")
 _PLAIN = "plain"
 _CHECKSUM = "checksum"
-_PANELS_VERSION = 2  # raise it when panels would lie in another order
+_PANELS_VERSION = 3  # raise it when panels would lie in another order
 
 _Linear = QuantizedMatrix | torch.Tensor  # a quantised linear, or the values of one
 
@@ -185,7 +184,7 @@ def _rounded(source: _Checkpoint, quantization: str, tied: bool) -> Iterator[tup
     work: dict[str, Callable[[], _Linear]] = {
         name.removesuffix(".weight"): partial(quantize, source.tensor(name)) for name in names
     }
-    work[HEAD] = partial(quantize_int8, source.tensor(EMBEDDING if tied else f"{HEAD}.weight"))
+    work[HEAD] = partial(quantize_int8, source.tensor(head_name(source.names, tied)))
     return _each(work)
 
 
@@ -233,7 +232,7 @@ class _Checkpoint:
     def bfloat16_matrices(self, tied: bool) -> dict[str, str]:
         """Linears of layers and head that are stored in bfloat16, and the tensor that each is."""
         found = {n.removesuffix(".weight"): n for n in self.matrices() if n.startswith("model.layers.")}
-        found[HEAD] = EMBEDDING if tied else f"{HEAD}.weight"
+        found[HEAD] = head_name(self.names, tied)
         return {name: of for name, of in found.items() if of in self.names and self.names[of][1].dtype == "BF16"}
 
     def shape(self, name: str) -> tuple[int, int]:

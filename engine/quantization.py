@@ -12,7 +12,7 @@ from engine.config_fields import CheckpointError, Fields
 Quantization = Literal["none", "int8", "int4", "gguf"]
 Method = Literal["awq", "gptq", "gguf"]
 
-QUANTIZER_VERSION = 3  # raise it when the same weights would become other integers, or lie in another order
+QUANTIZER_VERSION = 4  # raise it when the same weights would become other integers, or lie in another order
 BLOCKS_SUFFIX = ".gguf_blocks"  # in place of .weight, where gguf_convert.py kept a file's blocks
 GPTQ_SUFFIX = ".qweight"  # of AWQ too
 BYTES_PER_WEIGHT = {"int8": 1.0, "int4": 0.5 + 4 / 32}  # with scale and offset, 16 bits each, for 32 weights
@@ -22,7 +22,8 @@ BYTES_PER_WEIGHT = {"int8": 1.0, "int4": 0.5 + 4 / 32}  # with scale and offset,
 class StoredQuantization:
     """What a checkpoint's quantization_config says. group_size: columns that share a scale; None: all.
 
-    zero_offset: what is added to a stored zero point. act_order: a group's columns lie anywhere in the row.
+    zero_offset: what is added to each stored zero point, with carries inside its word of 32 bits. act_order: a group's
+    columns lie anywhere in the row.
     """
 
     method: Method
@@ -70,8 +71,7 @@ def check_quantization(quantization: str, stored: StoredQuantization | None, sou
 
 
 def _parse_awq(fields: Fields, values: Mapping[str, Any]) -> StoredQuantization:
-    if values.get("version", "gemm") != "gemm":
-        raise fields.error("version", "only 'gemm' is supported")
+    _check_layout(fields, values, ("version", "checkpoint_format", "format"), ("gemm",))
     if not fields.flag("zero_point", True):
         raise fields.error("zero_point", "only true is supported")
     if fields.integer("bits", 4) != 4:
@@ -83,9 +83,7 @@ def _parse_gptq(fields: Fields, values: Mapping[str, Any]) -> StoredQuantization
     bits = fields.integer("bits")
     if bits not in (4, 8):
         raise fields.error("bits", "GPTQ weights must have 4 or 8")
-    layout = values.get("checkpoint_format", "gptq")
-    if layout not in ("gptq", "gptq_v2"):
-        raise fields.error("checkpoint_format", "only 'gptq' and 'gptq_v2' are supported")
+    layout = _check_layout(fields, values, ("checkpoint_format", "format"), ("gptq", "gptq_v2"))
     zero_offset = 1 if layout == "gptq" else 0  # the first version stored zero points less one
     group_size = _group_size(fields, values)
     return StoredQuantization(
@@ -95,6 +93,15 @@ def _parse_gptq(fields: Fields, values: Mapping[str, Any]) -> StoredQuantization
         zero_offset=zero_offset,
         act_order=fields.flag("desc_act", False) and group_size is not None,
     )
+
+
+def _check_layout(fields: Fields, values: Mapping[str, Any], names: tuple[str, ...], supported: tuple[str, ...]) -> str:
+    """What the first of `names` that is there says, in lower case: libraries differ. Absent, the first supported."""
+    name = next(filter(fields.has, names), names[0])
+    layout = str(values[name]).lower() if fields.has(name) else supported[0]
+    if layout not in supported:
+        raise fields.error(name, f"must be {' or '.join(map(repr, supported))}")
+    return layout
 
 
 def _group_size(fields: Fields, values: Mapping[str, Any]) -> int | None:

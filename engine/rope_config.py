@@ -34,26 +34,42 @@ class RopeConfig:
 
 def parse_rope(values: Mapping[str, Any], family: Family, head_dim: int, source: str) -> RopeConfig:
     """The angles of all layers, or with `family.local_rope` of those without a window. Raises CheckpointError."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if family.local_rope and isinstance(rope, Mapping) and "full_attention" in rope:
-        rope = rope["full_attention"]
-    return _parse(_completed(rope, values, source), family, head_dim, source)
+    scaling, parameters = _object(values, "rope_scaling", source), _parameters(values, family, "full_attention", source)
+    if scaling and parameters and {**parameters, **scaling} != parameters:
+        raise CheckpointError(f"{source}: rope_scaling = {scaling!r}: contradicts rope_parameters: keep one of the two")
+    return _parse(_completed(parameters or scaling, values), family, head_dim, source)
 
 
 def parse_local_rope(values: Mapping[str, Any], family: Family, head_dim: int, source: str) -> RopeConfig | None:
     """The angles of layers with a window where the family has such. Raises CheckpointError."""
     if not family.local_rope:
         return None
-    rope = values.get("rope_parameters")
-    rope = rope.get("sliding_attention") if isinstance(rope, Mapping) else None
+    rope = _parameters(values, family, "sliding_attention", source)
     local = {**values, "rope_theta": values.get("rope_local_base_freq")}
-    return _parse(_completed(rope or {}, local, source), family, head_dim, source)
+    return _parse(_completed(rope, local), family, head_dim, source)
 
 
-def _completed(rope: object, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The rotary object, completed from the top level in transformers' order of precedence."""
+def _object(values: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
+    rope = values.get(name) or {}
     if not isinstance(rope, Mapping):
-        raise CheckpointError(f"{source}: rope_parameters = {rope!r}: must be an object")
+        raise CheckpointError(f"{source}: {name} = {rope!r}: must be an object")
+    return rope
+
+
+def _parameters(values: Mapping[str, Any], family: Family, layer_type: str, source: str) -> Mapping[str, Any]:
+    """rope_parameters of layers of `layer_type`."""
+    rope = _object(values, "rope_parameters", source)
+    is_nested = any(isinstance(value, Mapping) for value in rope.values())
+    if rope and is_nested != family.local_rope:
+        allowed = (
+            "must hold an object for each kind of layer" if family.local_rope else "must be the same for all layers"
+        )
+        raise CheckpointError(f"{source}: rope_parameters = {rope!r}: {allowed}")
+    return _object(rope, layer_type, source) if is_nested else rope
+
+
+def _completed(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary object, completed from the top level in transformers' order of precedence."""
     trained = values.get("original_max_position_embeddings")
     return {
         "rope_theta": values.get("rope_theta"),
@@ -73,6 +89,7 @@ def _parse(rope: dict[str, Any], family: Family, head_dim: int, source: str) -> 
         raise CheckpointError(f"{source}: rope_type = {kind!r}: supported are {', '.join(family.rope_types)}")
     if (part := fields.number("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError(f"{source}: partial_rotary_factor = {part}: only whole heads can be rotated")
+    _refuse_degenerate(kind, fields)
     trained = fields.integer("original_max_position_embeddings", 2048)
     factor = fields.number("factor", _default_factor(kind, fields, trained))
     return RopeConfig(
@@ -88,6 +105,16 @@ def _parse(rope: dict[str, Any], family: Family, head_dim: int, source: str) -> 
         truncate=fields.flag("truncate", True),
         short_factor=_short_factor(fields, head_dim) if kind == "longrope" else (),
     )
+
+
+def _refuse_degenerate(kind: str, fields: Fields) -> None:
+    """Values at which a formula divides by zero."""
+    if kind == "yarn" and fields.number("rope_theta", 10_000.0) <= 1:
+        raise fields.error("rope_theta", "must be above 1 for yarn")
+    if kind == "longrope" and fields.integer("original_max_position_embeddings", 2048) == 1:
+        raise fields.error("original_max_position_embeddings", "must be above 1 for longrope")
+    if kind == "llama3" and fields.number("high_freq_factor") <= fields.number("low_freq_factor"):
+        raise fields.error("high_freq_factor", "must be above low_freq_factor")
 
 
 def _default_factor(kind: str, fields: Fields, trained: int) -> float | None:

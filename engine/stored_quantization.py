@@ -65,7 +65,8 @@ def gptq_matrix(
     such a matrix becomes its values, float32 [N, K]. Raises ValueError for what does not fit together.
     """
     levels = _unpacked(qweight.T, stored.bits).flatten(1)
-    zeros = _unpacked(qzeros, stored.bits).flatten(1).T + stored.zero_offset
+    ones = sum(1 << shift for shift in range(0, 32, stored.bits))
+    zeros = _unpacked(qzeros + stored.zero_offset * ones, stored.bits).flatten(1).T
     columns = levels.shape[1]
     if g_idx is None or torch.equal(g_idx.long(), torch.arange(columns) // (stored.group_size or columns)):
         return _from_zeros(levels, zeros, scales.T, stored)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from engine.checkpoint import EMBEDDING
+from engine.checkpoint import EMBEDDING, HEAD, head_name
 from engine.config_fields import CheckpointError
 from engine.families import ExpertNames
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig
-from engine.packed_file import HEAD, PackedFile, packed_file
+from engine.packed_file import PackedFile, packed_file
 from engine.quantization import check_quantization
 from engine.safetensors_file import TensorEntry, read_header, shard_files
 from engine.shard import WHOLE, Shard
@@ -112,7 +112,7 @@ def load_weights(
 
 
 def _load_head(reader: _Reader, embedding: torch.Tensor, tied: bool, words: range) -> LinearWeights:
-    if tied and not reader.is_packed(HEAD):
+    if not reader.is_packed(HEAD) and reader.head_name(tied) == EMBEDDING:
         return LinearWeights((reader.arranged(embedding[words.start : words.stop]),))
     return reader.linear({HEAD: Rows(embedding.shape[0], (words,))}, embedding.shape[1], bias=False)
 
@@ -250,6 +250,10 @@ class _Reader:
     def is_packed(self, name: str) -> bool:
         """Whether linear `name` is quantised, or in panels already."""
         return self._packed is not None and name in self._packed
+
+    def head_name(self, tied: bool) -> str:
+        """The tensor that is the head where it is not packed."""
+        return head_name(self._found, tied)
 
     def arranged(self, matrix: torch.Tensor) -> Part:
         """`matrix` as a linear wants it."""

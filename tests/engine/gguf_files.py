@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,16 @@ BYTE_TOKENS = ["<unk>", "<|im_start|>", "<|im_end|>", *map(chr, range(ord("!"), 
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
 
 
-def write_gguf(file: Path, model: Any, quantized: gguf.GGMLQuantizationType | None = None, **metadata: Any) -> None:
+def write_gguf(
+    file: Path,
+    model: Any,
+    quantized: gguf.GGMLQuantizationType | None = None,
+    extra_tensors: Iterable[str] = (),
+    **metadata: Any,
+) -> None:
     """`model` of transformers as llama.cpp's converter would write it, with a small BPE tokenizer.
 
-    In float32, or with matrices in a quantised type.
+    In float32, or with matrices in a quantised type. extra_tensors: names of single numbers.
     """
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(TINY["num_hidden_layers"])
@@ -33,7 +40,10 @@ def write_gguf(file: Path, model: Any, quantized: gguf.GGMLQuantizationType | No
     writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
     add_tokenizer(writer)
     for name, value in metadata.items():
-        writer.add_float32(name, value) if isinstance(value, float) else writer.add_string(name, value)
+        add = {float: writer.add_float32, int: writer.add_uint16, str: writer.add_string}[type(value)]
+        add(name, value)
+    for name in extra_tensors:
+        writer.add_tensor(name, np.ones(1, np.float32))
     for name, parameter in model.state_dict().items():
         values = permuted(name, parameter.numpy())
         if quantized is not None and values.ndim == 2:

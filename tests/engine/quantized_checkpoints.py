@@ -99,10 +99,10 @@ class Linear:
         if recipe.method == "awq":
             words = {"qweight": packed(reordered(self.levels.T), 4), "qzeros": packed(reordered(self.zeros.T), 4)}
         else:
-            lacking = self.zeros - 1 if recipe.layout == "gptq" else self.zeros
+            lacking = sum(1 << shift for shift in range(0, 32, recipe.bits)) if recipe.layout == "gptq" else 0
             words = {
                 "qweight": packed(self.levels, recipe.bits).T.contiguous(),
-                "qzeros": packed(lacking.T, recipe.bits),
+                "qzeros": packed(self.zeros.T, recipe.bits) - lacking,  # a 0 borrows from its neighbour
                 "g_idx": torch.from_numpy(self.groups.astype(np.int32)),
             }
         return words | {"scales": scales}
@@ -114,7 +114,7 @@ def random_linear(rows: int, columns: int, recipe: Recipe, generator: np.random.
     levels = generator.integers(0, 2 * middle, (rows, columns))
     zeros = np.full((rows, num_groups), middle)
     if not recipe.symmetric:
-        zeros = generator.integers(1, 2 * middle, (rows, num_groups))
+        zeros = generator.integers(0, 2 * middle, (rows, num_groups))
     scales = (generator.random((rows, num_groups)) * 0.3 / middle + 0.1 / middle).astype(np.float16)
     groups = np.arange(columns) // group
     if recipe.act_order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,9 @@ def test_end_of_text_ids_come_from_generation_config_too(copied: Path) -> None:
     assert read_config(copied).eos_token_ids == {7, 9, 95}
     (copied / "generation_config.json").unlink()
     edit_config(copied, eos_token_id=None)
+    assert read_config(copied).eos_token_ids == {2}  # Llama's
+    config = json.loads((copied / "config.json").read_text()) | {"eos_token_id": None}
+    (copied / "config.json").write_text(json.dumps(config))
     assert read_config(copied).eos_token_ids == frozenset()
 
 
@@ -142,6 +146,24 @@ SPOILED: dict[str, tuple[Any, str]] = {
     ),
     "rope object": (lambda d: edit_config(d, rope_parameters="x"), r"rope_parameters = 'x': must be an object"),
     "rope factor": (lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}), r"factor is missing"),
+    "rope by layers": (
+        lambda d: edit_config(d, rope_parameters={"full_attention": {"rope_type": "default"}}),
+        r"rope_parameters = \{'full_attention'.*: must be the same for all layers",
+    ),
+    "two ropes": (
+        lambda d: edit_config(d, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        r"rope_scaling = .*: contradicts rope_parameters: keep one of the two",
+    ),
+    "rope theta": (
+        lambda d: edit_config(d, rope_parameters={"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}),
+        r"rope_theta = 1\.0: must be above 1 for yarn",
+    ),
+    "rope bounds": (
+        lambda d: edit_config(
+            d, rope_parameters={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 4}
+        ),
+        r"high_freq_factor = 4: must be above low_freq_factor",
+    ),
     "partial rope": (lambda d: edit_config(d, partial_rotary_factor=0.5), r"partial_rotary_factor = 0\.5: only whole"),
 }
 

@@ -159,6 +159,21 @@ def test_the_old_spelling_of_gemma_3s_angles(checkpoints: dict[str, tuple[Path, 
     assert [layer.rope.theta for layer in new.layers] == [50.0, 50.0, 1000.0, 50.0]
 
 
+@every_family
+def test_absent_fields_mean_what_they_mean_to_transformers(name: str) -> None:
+    """But those of rotary angles."""
+    import transformers
+
+    recipe = RECIPES[name]
+    family = FAMILIES[f"{recipe.architecture}ForCausalLM"]
+    switched_on = {"use_sliding_window": True} if "use_sliding_window" in family.reads else {}
+    theirs = getattr(transformers, recipe.config)(**switched_on).to_dict()
+    all_families = {"eos_token_id": None, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+    ours = {**all_families, "tie_word_embeddings": False, **family.defaults}
+    known = ours.keys() & theirs.keys()
+    assert {field: ours[field] for field in known} == {field: theirs[field] for field in known}
+
+
 def test_longrope_serves_up_to_the_trained_length(checkpoints: dict[str, tuple[Path, Any]]) -> None:
     assert read_config(checkpoints["phi-3 longrope"][0]).max_model_len == 128
 
@@ -179,6 +194,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "phi-3",
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
         r"short_factor = \[1\.0\]: must be 8 numbers above 0",
+    ),
+    "length of longrope": (
+        "phi-3 longrope",
+        {"original_max_position_embeddings": 1},
+        "original_max_position_embeddings = 1: must be above 1 for longrope",
+    ),
+    "one rope": (
+        "gemma 3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+        "rope_parameters = .*: must hold an object for each kind of layer",
     ),
     "experts": (
         "mixtral",

@@ -138,3 +138,26 @@ def test_other_gguf_architectures_are_refused(tmp_path: Path, user_cache: Path) 
     writer.close()
     with pytest.raises(CheckpointError, match="architecture 'qwen2': GGUF files of 'llama' are supported"):
         resolve_model(str(tmp_path / "m.gguf"))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "split": ({"split.count": 3}, [], "m.gguf: one of 3 files: join them with llama-gguf-split --merge"),
+    "rope": (
+        {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
+        [],
+        "m.gguf: rope_type = 'longrope': supported are default, linear",
+    ),
+    "scale": ({}, ["blk.0.attn_q.scale"], "m.gguf: unknown tensor blk.0.attn_q.scale: no dense Llama model has it"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_gguf_file_cannot_mean_here_is_refused_before_it_is_converted(
+    case: str, user_cache: Path, tmp_path: Path
+) -> None:
+    metadata, tensors, message = REFUSED[case]
+    model = make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2)
+    write_gguf(tmp_path / "m.gguf", model, extra_tensors=tensors, **metadata)
+    with pytest.raises(CheckpointError, match=message):
+        resolve_model(str(tmp_path / "m.gguf"))
+    assert [p.suffix for p in cache_dir().iterdir()] == [".lock"]

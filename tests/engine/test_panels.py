@@ -134,7 +134,7 @@ def test_without_a_disk_each_pod_packs_for_itself(
 def test_a_model_on_a_cpu_loads_them(bfloat16_model: Path) -> None:
     Model.load(bfloat16_model, "float32")
     (file,) = packed_folder().glob("*.safetensors")
-    assert file.name.endswith("-panels-2.safetensors")
+    assert file.name.endswith("-panels-3.safetensors")
 
 
 def test_another_shape_than_the_config_says_is_named(bfloat16_model: Path) -> None:

@@ -12,6 +12,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import CheckpointError, cache_dir, estimate_memory_bytes, model_info, resolve_model
+from engine.model_config import read_config
 from engine.shard import Shard
 from kernels.linear import LinearWeights
 from kernels.quantized import QuantizedMatrix, dequantized
@@ -130,7 +131,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "awq version": (
         lambda d: edit_config(d, quantization_config={"quant_method": "awq", "version": "gemv"}),
-        r"version = 'gemv': only 'gemm' is supported",
+        r"version = 'gemv': must be 'gemm'",
+    ),
+    "awq format": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "awq", "format": "marlin"}),
+        r"format = 'marlin': must be 'gemm'",
     ),
     "awq without zeros": (
         lambda d: edit_config(d, quantization_config={"quant_method": "awq", "zero_point": False}),
@@ -140,7 +145,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda d: edit_config(
             d, quantization_config={"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
         ),
-        r"checkpoint_format = 'marlin': only 'gptq' and 'gptq_v2' are supported",
+        r"checkpoint_format = 'marlin': must be 'gptq' or 'gptq_v2'",
     ),
 }
 
@@ -154,6 +159,19 @@ def test_what_cannot_be_computed_is_refused_in_one_line(name: str, tmp_path: Pat
         load(resolve_model(str(tmp_path / "m")))
     assert "\n" not in str(caught.value)
     assert not list((cache_dir().parent).glob("quantized/*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "spelling", [{"checkpoint_format": None, "format": "gptq"}, {"checkpoint_format": "GPTQ"}, {}], ids=str
+)
+def test_libraries_spell_the_layout_differently(spelling: dict[str, str | None], tmp_path: Path) -> None:
+    make_quantized(tmp_path, Recipe("gptq"))
+    stated = read_config(tmp_path)
+    edit_config(
+        tmp_path,
+        quantization_config={k: v for k, v in Recipe("gptq").config.items() if k != "checkpoint_format"} | spelling,
+    )
+    assert read_config(tmp_path) == stated
 
 
 @pytest.mark.usefixtures("float_activations")

@@ -13,6 +13,7 @@ from engine.config_fields import CheckpointError
 from engine.model_config import read_config
 from engine.weights import TORCH_DTYPES, ModelWeights, load_weights
 from kernels.decoder import MlpWeights
+from tests.engine.quantized_checkpoints import values_of
 from tests.engine.tiny_llama import edit_config, make_checkpoint
 
 
@@ -85,6 +86,20 @@ def test_another_dtype_is_a_copy_and_nothing_stays_mapped(tmp_path: Path) -> Non
     weights = load(tmp_path, "bfloat16")
     assert num_mappings(tmp_path) == 0
     assert weights.embedding.dtype == weights.layers[0].qkv.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("in_panels", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.usefixtures("empty_cache")
+def test_a_tied_heads_own_tensor_counts(quantization: str, in_panels: bool, tmp_path: Path) -> None:
+    """As in transformers: the file has what was trained, its config.json may be an older one's."""
+    make_checkpoint(tmp_path / "m")
+    convert(tmp_path / "m", "bfloat16")
+    edit_config(tmp_path / "m", tie_word_embeddings=True)
+    own = load_file(tmp_path / "m" / "model.safetensors")["lm_head.weight"].float()
+    config = read_config(tmp_path / "m")
+    head = load_weights(tmp_path / "m", config, "float32", quantization=quantization, in_panels=in_panels).head
+    torch.testing.assert_close(values_of(head), own, atol=0.01 if quantization == "int8" else 0.0, rtol=0)
 
 
 def test_float16_files_load(tmp_path: Path) -> None:
