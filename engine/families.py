@@ -51,6 +51,7 @@ class Family:
     scaled_embedding: bool = False  # times sqrt(hidden_size)
     local_rope: bool = False  # layers with a window have rotary angles of their own
     stretched_length: bool = False  # max_position_embeddings counts what rope scaling adds already
+    partial_rope: bool = False  # partial_rotary_factor is read: a part of each head is rotated
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     experts: ExpertNames | None = None
 
@@ -135,6 +136,7 @@ FAMILIES: Mapping[str, Family] = {
         title="Phi-3",
         windows="all",
         fused_projections=True,
+        partial_rope=True,
         rope_types=("default", "longrope"),
         defaults={
             "eos_token_id": 32_000,

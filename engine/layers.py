@@ -12,9 +12,7 @@ from kernels.decoder import AttentionStage, Decoder, Ends, ExpertsStage, MlpStag
 
 def decoder_of(config: ModelConfig, weights: ModelWeights) -> Decoder:
     """All layers; those of one rank of several from its own configuration and weights."""
-    tables = {
-        rope: rotary_table(rope, config.head_dim, config.max_model_len) for rope in {x.rope for x in config.layers}
-    }
+    tables = {rope: rotary_table(rope, config.max_model_len) for rope in {x.rope for x in config.layers}}
     stages: list[Stage] = []
     delta_norm = None
     for layer, part in zip(config.layers, weights.layers, strict=True):

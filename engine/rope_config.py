@@ -17,9 +17,10 @@ from engine.families import Family
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary settings. Fields that `type` does not use keep their defaults."""
+    """Rotary settings. Fields that `type` does not use keep their defaults. dim: of a head, the first ones rotate."""
 
     type: str = "default"
+    dim: int
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_position_embeddings: int
@@ -87,13 +88,13 @@ def _parse(rope: dict[str, Any], family: Family, head_dim: int, source: str) -> 
     kind = "longrope" if kind == "su" and "longrope" in family.rope_types else kind  # its first name
     if kind not in family.rope_types:
         raise CheckpointError(f"{source}: rope_type = {kind!r}: supported are {', '.join(family.rope_types)}")
-    if (part := fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(f"{source}: partial_rotary_factor = {part}: only whole heads can be rotated")
+    dim = _rotary_dim(fields, family, head_dim)
     _refuse_degenerate(kind, fields)
     trained = fields.integer("original_max_position_embeddings", 2048)
     factor = fields.number("factor", _default_factor(kind, fields, trained))
     return RopeConfig(
         type=kind,
+        dim=dim,
         theta=fields.number("rope_theta", 10_000.0),
         factor=factor,
         original_max_position_embeddings=trained,
@@ -103,7 +104,7 @@ def _parse(rope: dict[str, Any], family: Family, head_dim: int, source: str) -> 
         beta_slow=fields.number("beta_slow", 1.0),
         attention_factor=_attention_factor(kind, fields, factor, trained),
         truncate=fields.flag("truncate", True),
-        short_factor=_short_factor(fields, head_dim) if kind == "longrope" else (),
+        short_factor=_short_factor(fields, dim) if kind == "longrope" else (),
     )
 
 
@@ -115,6 +116,16 @@ def _refuse_degenerate(kind: str, fields: Fields) -> None:
         raise fields.error("original_max_position_embeddings", "must be above 1 for longrope")
     if kind == "llama3" and fields.number("high_freq_factor") <= fields.number("low_freq_factor"):
         raise fields.error("high_freq_factor", "must be above low_freq_factor")
+
+
+def _rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
+    part = fields.number("partial_rotary_factor", 1.0)
+    if part != 1.0 and not family.partial_rope:
+        raise fields.error("partial_rotary_factor", f"only whole heads can be rotated for {family.title}")
+    dim = int(head_dim * part)
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise fields.error("partial_rotary_factor", f"of {head_dim} dimensions an even number must be rotated")
+    return dim
 
 
 def _default_factor(kind: str, fields: Fields, trained: int) -> float | None:
@@ -146,9 +157,9 @@ def _longrope_attention_factor(factor: float, trained: int) -> float:
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
 
 
-def _short_factor(fields: Fields, head_dim: int) -> tuple[float, ...]:
+def _short_factor(fields: Fields, dim: int) -> tuple[float, ...]:
     factors = fields.items("short_factor")
     numbers = all(isinstance(f, int | float) and not isinstance(f, bool) and 0 < f < math.inf for f in factors)
-    if len(factors) != head_dim // 2 or not numbers:
-        raise fields.error("short_factor", f"must be {head_dim // 2} numbers above 0")
+    if len(factors) != dim // 2 or not numbers:
+        raise fields.error("short_factor", f"must be {dim // 2} numbers above 0")
     return tuple(map(float, factors))

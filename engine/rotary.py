@@ -16,38 +16,38 @@ from engine.rope_config import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """cos, sin: float32 [P, D/2] of position and pair."""
+    """cos, sin: float32 [P, R/2] of position and pair."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
-def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> RotaryTable:
+def rotary_table(rope: RopeConfig, num_positions: int) -> RotaryTable:
     """The table for positions 0 .. num_positions - 1."""
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = positions[:, None] * inverse_frequencies(rope, head_dim)
+    angles = positions[:, None] * inverse_frequencies(rope)
     scale = rope.attention_factor
     return RotaryTable(angles.cos() * scale, angles.sin() * scale)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32 [D/2]: radians a position for each pair."""
-    frequencies = 1.0 / _wave_bases(rope, head_dim)
+def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
+    """float32 [R/2]: radians a position for each pair."""
+    frequencies = 1.0 / _wave_bases(rope)
     match rope.type:
         case "linear":  # kaiokendev 2023: all positions squeezed
             return frequencies / rope.factor
         case "llama3":
             return _llama3(frequencies, rope)
         case "yarn":
-            return _yarn(rope, head_dim)
+            return _yarn(rope)
         case "longrope":  # Ding et al. 2024, up to the trained length (ModelConfig.max_model_len)
-            return 1.0 / (torch.tensor(rope.short_factor) * _wave_bases(rope, head_dim))
+            return 1.0 / (torch.tensor(rope.short_factor) * _wave_bases(rope))
         case _:  # "default", and "dynamic" up to the trained length (ModelConfig.max_model_len)
             return frequencies
 
 
-def _wave_bases(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def _wave_bases(rope: RopeConfig) -> torch.Tensor:
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     return torch.pow(rope.theta, exponents)
 
 
@@ -62,21 +62,21 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     return torch.where((waves >= longest_kept) & (waves <= shortest_stretched), between, stretched)
 
 
-def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def _yarn(rope: RopeConfig) -> torch.Tensor:
     """Peng et al. 2023: pairs that turn more than beta_fast times in the trained length are kept, fewer than beta_slow
     stretched, with a linear ramp between."""
-    bases = _wave_bases(rope, head_dim)
+    bases = _wave_bases(rope)
     kept, stretched = 1.0 / bases, 1.0 / (rope.factor * bases)
-    low, high = _yarn_dimension(rope.beta_fast, rope, head_dim), _yarn_dimension(rope.beta_slow, rope, head_dim)
+    low, high = _yarn_dimension(rope.beta_fast, rope), _yarn_dimension(rope.beta_slow, rope)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
     keep = 1 - ramp.clamp(0, 1)
     return stretched * (1 - keep) + kept * keep
 
 
-def _yarn_dimension(turns: float, rope: RopeConfig, head_dim: int) -> float:
+def _yarn_dimension(turns: float, rope: RopeConfig) -> float:
     """The (fractional) pair that turns `turns` times in the trained length."""
     trained = rope.original_max_position_embeddings
-    return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    return rope.dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

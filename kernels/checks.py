@@ -48,8 +48,10 @@ def check_context(block_tables: torch.Tensor, context_lens: torch.Tensor, num_se
 
 
 def check_rope_tables(cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> None:
-    """cos, sin: float32 [P, head_dim / 2], contiguous."""
-    check_shape("cos", cos, (None, head_dim // 2))
+    """cos, sin: float32 [P, R / 2], contiguous, with R at most head_dim."""
+    check_shape("cos", cos, (None, None))
+    if 2 * cos.shape[1] > head_dim:
+        raise ValueError(f"cos has {cos.shape[1]} pairs, expected at most {head_dim // 2}")
     check_shape("sin", sin, tuple(cos.shape))
     for name, tensor in (("cos", cos), ("sin", sin)):
         check_dtype(name, tensor, torch.float32)

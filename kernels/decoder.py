@@ -44,7 +44,7 @@ class _Stage:
 class AttentionStage(_Stage):
     """Grouped-query attention over the paged cache of its layer.
 
-    qkv: query, key and value heads. query_norm, key_norm: [D] of each head alone, or none. cos, sin: float32 [P, D/2].
+    qkv: query, key and value heads. query_norm, key_norm: [D] of each head alone, or none. cos, sin: float32 [P, R/2].
     scale, window, soft_cap: as kernels/paged_prefill.py has them.
     """
 

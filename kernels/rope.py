@@ -17,10 +17,11 @@ def rope(
     *,
     backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates each pair (i, i + D/2) of q and k by its token's angle, IN PLACE, and returns q and k.
+    """Rotates each pair (i, i + R/2) of q and k by its token's angle, IN PLACE, and returns q and k.
 
     q: [T, Hq, D]; k: [T, Hkv, D], D even; views of a fused projection are fine. positions: int64 [T].
-    cos, sin: float32 [P, D/2] of position and pair. Products are float32 (float64 for float64 q) and rounded once.
+    cos, sin: float32 [P, R/2] of position and pair; the last D - R dimensions of a head stay as they are. Products are
+    float32 (float64 for float64 q) and rounded once.
     Raises ValueError or TypeError for shapes and dtypes, IndexError (CPU only) for a position outside 0 .. P - 1.
     """
     check_shape("q", q, (None, None, None))

@@ -60,7 +60,8 @@ struct DecoderStep {
     const Heads v{work.wide + (decoder.heads + decoder.kv_heads) * dim, step.tokens, decoder.kv_heads, row, dim};
     normalise_heads(q, attention.query_norm);
     normalise_heads(k, attention.key_norm);
-    rope<T>(q, k, dim, step.positions, attention.cos, attention.sin, attention.num_positions, threads);
+    rope<T>(q, k, attention.rotary_pairs, step.positions, attention.cos, attention.sin, attention.num_positions,
+            threads);
     kv_write<T>(k, v, cache, step.slot_mapping, threads);
     const int64_t decodes = step.decodes.num_sequences;
     const Heads out{work.narrow, step.tokens, decoder.heads, decoder.heads * dim, dim};

@@ -212,7 +212,7 @@ def _attention(stage: AttentionStage) -> c.Attention:
         _pointer(stage.key_norm),
         stage.cos.data_ptr(),
         stage.sin.data_ptr(),
-        stage.cos.shape[0],
+        *stage.cos.shape,
         c.scoring_of(stage.scale, stage.window, stage.soft_cap),
     )
 

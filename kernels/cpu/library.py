@@ -97,6 +97,7 @@ class Attention(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("query_norm", "key_norm", "cos", "sin")),
         ("num_positions", _INT64),
+        ("rotary_pairs", _INT64),
         ("scoring", Scoring),
     )
 

@@ -79,13 +79,14 @@ struct Linear {
   const void* bias;
 };
 
-// What an attention stage does between its linears. Norms [head_dim] or null; cos, sin: [num_positions, head_dim / 2].
+// What an attention stage does between its linears. Norms [head_dim] or null; cos, sin: [num_positions, rotary_pairs].
 struct Attention {
   const void* query_norm;
   const void* key_norm;
   const float* cos;
   const float* sin;
   int64_t num_positions;
+  int64_t rotary_pairs;
   Scoring scoring;
 };
 
@@ -156,7 +157,7 @@ struct Ops {
   int64_t (*rms_norm)(DType, const void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
                       const void* weight, float eps, void* out, void* new_residual, int64_t rows, int64_t columns,
                       int threads);
-  int64_t (*rope)(DType, const Heads& q, const Heads& k, int64_t head_dim, const int64_t* positions, const float* cos,
+  int64_t (*rope)(DType, const Heads& q, const Heads& k, int64_t pairs, const int64_t* positions, const float* cos,
                   const float* sin, int64_t num_positions, int threads);
   int64_t (*silu_mul)(DType, const void* gate_up, int64_t row_stride, void* out, int64_t rows, int64_t columns,
                       int threads);

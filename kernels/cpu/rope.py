@@ -14,7 +14,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.T
         dtype_code(q),
         heads_of(q),
         heads_of(k),
-        q.shape[2],
+        cos.shape[1],
         positions.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),

@@ -91,17 +91,17 @@ inline void rotate(T* head, const float* cos, const float* sin, int64_t half) {
   });
 }
 
+// cos, sin: [num_positions, pairs]. A head's dimensions after its first 2 * pairs stay as they are.
 template <class T>
-int64_t rope(const Heads& q, const Heads& k, int64_t head_dim, const int64_t* positions, const float* cos,
+int64_t rope(const Heads& q, const Heads& k, int64_t pairs, const int64_t* positions, const float* cos,
              const float* sin, int64_t num_positions, int threads) {
   for (int64_t t = 0; t < q.tokens; t++)
     if (positions[t] < 0 || positions[t] >= num_positions) return t;
-  const int64_t half = head_dim / 2;
-  parallel_rows(q.tokens, (q.heads + k.heads) * head_dim, threads, [&](int64_t begin, int64_t end) {
+  parallel_rows(q.tokens, (q.heads + k.heads) * 2 * pairs, threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
-      const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
-      for (int64_t h = 0; h < q.heads; h++) rotate(row<T>(q, t, h), c, s, half);
-      for (int64_t h = 0; h < k.heads; h++) rotate(row<T>(k, t, h), c, s, half);
+      const float *c = cos + positions[t] * pairs, *s = sin + positions[t] * pairs;
+      for (int64_t h = 0; h < q.heads; h++) rotate(row<T>(q, t, h), c, s, pairs);
+      for (int64_t h = 0; h < k.heads; h++) rotate(row<T>(k, t, h), c, s, pairs);
     }
   });
   return OK;

@@ -13,6 +13,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.T
         raise IndexError(f"positions {int(positions.min())} .. {int(positions.max())} leave 0 .. {cos.shape[0] - 1}")
     token_cos, token_sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
     for tensor in (q, k):
-        first, second = widened(tensor).chunk(2, dim=-1)
+        turning = tensor[..., : 2 * cos.shape[1]]
+        first, second = widened(turning).chunk(2, dim=-1)
         rotated = torch.cat((first * token_cos - second * token_sin, second * token_cos + first * token_sin), dim=-1)
-        tensor.copy_(rotated)
+        turning.copy_(rotated)

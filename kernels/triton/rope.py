@@ -35,7 +35,7 @@ def rope_kernel(
     q_ptr,  # [T, Hq, D]
     k_ptr,  # [T, Hkv, D]
     position_ptr,  # [T]
-    cos_ptr,  # [P, D / 2]
+    cos_ptr,  # [P, R / 2]
     sin_ptr,  # likewise
     q_stride,
     q_head_stride,
@@ -60,18 +60,19 @@ def rope_kernel(
 
 def rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotates q [T, Hq, D] and k [T, Hkv, D] in place."""
-    num_tokens, q_heads, head_dim = q.shape
+    num_tokens, q_heads, _ = q.shape
     if num_tokens == 0:
         return
     k_heads = k.shape[1]
-    half = triton.next_power_of_2(head_dim // 2)
+    pairs = cos.shape[1]
+    half = triton.next_power_of_2(pairs)
     rope_kernel[(num_tokens,)](
         *(q, k, positions.contiguous(), cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1)),
         Q_HEADS=q_heads,
         Q_HEADS_PADDED=triton.next_power_of_2(q_heads),
         K_HEADS=k_heads,
         K_HEADS_PADDED=triton.next_power_of_2(k_heads),
-        HALF=head_dim // 2,
+        HALF=pairs,
         HALF_PADDED=half,
         num_warps=max(1, min(8, triton.next_power_of_2(q_heads) * half // _WARP_ELEMENTS)),
     )

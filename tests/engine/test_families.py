@@ -189,7 +189,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "yarn"}},
         "rope_type = 'yarn': supported are default, longrope",
     ),
-    "rotated part": ("phi-3", {"rope_parameters": {"partial_rotary_factor": 0.75}}, "only whole heads can be rotated"),
+    "rotated part": (
+        "phi-3",
+        {"rope_parameters": {"partial_rotary_factor": 0.32}},
+        r"partial_rotary_factor = 0\.32: of 16 dimensions an even number must be rotated",
+    ),
     "factors": (
         "phi-3",
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},

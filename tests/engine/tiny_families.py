@@ -93,6 +93,20 @@ RECIPES: dict[str, Recipe] = {
             },
         },
     ),
+    "phi-3 partly rotated": Recipe(
+        "Phi3",
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * i for i in range(6)],
+                "long_factor": [4.0] * 6,
+            },
+        },
+    ),
     "mixtral": Recipe("Mixtral", "MixtralConfig", _EXPERTS | {"num_local_experts": 4}),
     "qwen3-moe": Recipe(
         "Qwen3Moe",
