@@ -120,7 +120,9 @@ def _refuse_degenerate(kind: str, fields: Fields) -> None:
 
 def _rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
     part = fields.number("partial_rotary_factor", 1.0)
-    if part != 1.0 and not family.partial_rope:
+    if part == 1.0:
+        return head_dim
+    if not family.partial_rope:
         raise fields.error("partial_rotary_factor", f"only whole heads can be rotated for {family.title}")
     dim = int(head_dim * part)
     if not 2 <= dim <= head_dim or dim % 2:

@@ -252,7 +252,7 @@ def test_weights_that_we_round_are_another_revision(tmp_path: Path) -> None:
     plain, int8, int4 = (
         model_info(tmp_path / "m", "float32", quantization=q).weights_revision for q in ("none", "int8", "int4")
     )
-    assert (int8, int4) == (f"{plain}+int8.3", f"{plain}+int4.3")
+    assert (int8, int4) == (f"{plain}+int8.4", f"{plain}+int4.4")
 
 
 def test_the_memory_estimate_shrinks(tmp_path: Path) -> None:
