@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from engine import page_cache
 from engine.checkpoint import CACHE_HINT, HEAD, cache_dir, head_name, locked, model_name, weights_revision
 from engine.checksum import SIZE_BYTES, has_checksum, write_checksum
 from engine.config_fields import CheckpointError
@@ -91,6 +92,7 @@ def _make(model_dir: Path, target: Path, write: Callable[[_Checkpoint, Path], No
     unfinished = target.with_name(f".{target.name}.partial")
     try:
         write(_Checkpoint(model_dir), unfinished)
+        page_cache.fetch_again(unfinished)
         unfinished.rename(target)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -98,6 +100,7 @@ def _make(model_dir: Path, target: Path, write: Callable[[_Checkpoint, Path], No
 
 def _is_whole(file: Path) -> bool:
     try:
+        page_cache.fetch(file)
         return has_checksum(file)
     except FileNotFoundError:
         return False
