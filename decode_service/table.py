@@ -86,19 +86,19 @@ class DecodeTable:
     def grant(self, entry: Entry, reservation: Reservation, now: float, duration_s: float) -> None:
         entry.reservation = reservation
         entry.advance(State.RESERVED)
-        self._credits.grant(entry.sequence_id, entry.sequence_id, now, duration_s)
+        self._credits.grant(entry.sequence_id, now, duration_s)
 
     def claim(self, credit_id: str) -> Entry | None:
         """Turns a live credit into a transfer; None when it expired, was released or never was."""
         entry = self._entries.get(credit_id)
-        if entry is None or self._credits.release(credit_id) is None:
+        if entry is None or not self._credits.release(credit_id):
             return None
         entry.advance(State.TRANSFERRING)
         return entry
 
     def take_expired(self, now: float) -> list[Entry]:
         """Entries whose credit nobody used; they are out of the table."""
-        expired = [self._entries[sequence_id] for _, sequence_id in self._credits.expire(now)]
+        expired = [self._entries[sequence_id] for sequence_id in self._credits.expire(now)]
         for entry in expired:
             self.remove(entry)
         return expired
@@ -115,7 +115,6 @@ class DecodeTable:
 
     def check_invariants(self, load: EngineLoad) -> None:
         """Raises AssertionError naming what disagrees with itself or with the engine's `load`."""
-        self._credits.check_invariants()
         count = Counter(entry.state for entry in self._entries.values())
         assert count[State.RESERVED] == len(self._credits), f"{count} but {len(self._credits)} credits"
         reserved = count[State.RESERVED] + count[State.TRANSFERRING] + count[State.SETTLING]

@@ -18,7 +18,7 @@ from kvtransfer.descs import MemType, RegDescs, XferDescs
 from kvtransfer.errors import nixlInvalidParamError, nixlNotFoundError, nixlNotSupportedError
 from kvtransfer.remotes import Remotes, sides_of
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 PLUGINS: dict[str, type[ShmBackend] | type[InprocBackend]] = {"shm": ShmBackend, "inproc": InprocBackend}
 Notifs = dict[str, list[bytes]]
@@ -47,7 +47,7 @@ class AgentBase:
             if backend in PLUGINS:
                 self.create_backend(backend)
             else:
-                logger.warning("Skipping backend registration %s due to the missing plugin.", backend)
+                log.warning("Skipping backend registration %s due to the missing plugin.", backend)
 
     def close(self) -> None:
         """Ends every link and thread. Not in NIXL, whose agents end when they are garbage collected, as ours do too."""
@@ -248,7 +248,7 @@ def unsupported(method: str) -> nixlNotSupportedError:
 
 def has(table: Mapping[str, object], backend: str) -> bool:
     if backend not in table:
-        logger.warning("Backend %s is not available; there is: %s", backend, ", ".join(table) or "none")
+        log.warning("Backend %s is not available; there is: %s", backend, ", ".join(table) or "none")
     return backend in table
 
 

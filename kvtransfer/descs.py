@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvtransfer.errors import nixlMismatchError, nixlNotFoundError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.uint64]  # [N, 3]: address, length, device
 XferTuple = tuple[int, int, int]
@@ -190,7 +190,7 @@ def to_xfer_descs(descs: Any, mem_type: str | None) -> XferDescs | None:
     if isinstance(descs, XferDescs):
         return descs
     if isinstance(descs, RegDescs):
-        logger.error("RegList type detected for transfer, please use XferList")
+        log.error("RegList type detected for transfer, please use XferList")
         return None
     return _convert(descs, mem_type, XferDescs)
 
@@ -200,7 +200,7 @@ def to_reg_descs(descs: Any, mem_type: str | None) -> RegDescs | None:
     if isinstance(descs, RegDescs):
         return descs
     if isinstance(descs, XferDescs):
-        logger.error("XferList type detected for registration, please use RegList")
+        log.error("XferList type detected for registration, please use RegList")
         return None
     return _convert(descs, mem_type, RegDescs)
 
@@ -217,11 +217,11 @@ def _convert(descs: Any, mem_type: str | None, kind: type[AnyDescs]) -> AnyDescs
     if not is_array and not isinstance(first, tuple):
         return None
     if mem_type is None:
-        logger.error("Please specify a mem type if not using Tensors")
+        log.error("Please specify a mem type if not using Tensors")
         return None
     right = descs.ndim == 2 and descs.shape[1] == 3 if is_array else len(first) == kind.width
     if not right:
-        logger.error("Nx3 shape or a list of %d-tuples needed for %s", kind.width, kind.__name__)
+        log.error("Nx3 shape or a list of %d-tuples needed for %s", kind.width, kind.__name__)
         return None
     return kind(MEM_TYPES[mem_type], descs)
 
@@ -249,10 +249,10 @@ def _from_tensors(tensors: Sequence[Any], kind: type[AnyDescs]) -> AnyDescs | No
     spans = [_tensor_span(tensor) for tensor in tensors]
     devices = {span[2] if span else None for span in spans}
     if None in devices:
-        logger.error("Please use a list of contiguous Tensors")
+        log.error("Please use a list of contiguous Tensors")
         return None
     if len(devices) > 1:
-        logger.error("Tensors of one list must lie on one device, not on %s", devices)
+        log.error("Tensors of one list must lie on one device, not on %s", devices)
         return None
     device = spans[0][2] if spans[0] else -1
     mem_type = MemType.DRAM_SEG if device == -1 else MemType.VRAM_SEG

@@ -15,7 +15,7 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.memory import Bytes, allocate, shared_files
 from proto import kv_pb2
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 GENERATION_BYTES = 8
 
@@ -98,5 +98,5 @@ def parse_notification(sender: str, message: bytes) -> kv_pb2.LeaseNotification 
     try:
         return kv_pb2.LeaseNotification.FromString(message)
     except DecodeError:
-        logger.warning("a notification of %r cannot be read: %r", sender, message[:32])
+        log.warning("a notification of %r cannot be read: %r", sender, message[:32])
         return None

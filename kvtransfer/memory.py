@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -118,5 +118,5 @@ def populate(file: SharedFile) -> None:
     for offset in range(0, len(file), POPULATE_CHUNK_BYTES):
         num_bytes = min(POPULATE_CHUNK_BYTES, len(file) - offset)
         if _libc.madvise(file.address + offset, num_bytes, MADV_POPULATE_WRITE):
-            logger.debug("populate: %s", os.strerror(ctypes.get_errno()))
+            log.debug("populate: %s", os.strerror(ctypes.get_errno()))
             return

@@ -32,7 +32,7 @@ from kvtransfer.transfer import Event, GroupRead, PullPlan, Transfer, plan_pull
 from proto import kv_pb2
 from proto.errors import InternalError, LayoutMismatch, LeaseExpired, PeerLost, TransferFailed
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MIN_RENEW_S = 0.05
 CONTROL_THREADS = 8
@@ -125,7 +125,7 @@ class Puller:
         try:
             await self._peers.get(source)
         except (TransferFailed, nixlError) as error:
-            logger.info("connecting ahead to pod %s: %s", source.pod_id, error)
+            log.info("connecting ahead to pod %s: %s", source.pod_id, error)
 
     @asynccontextmanager
     async def _tracked(self, transfer: Transfer) -> AsyncIterator[Transfer]:
@@ -228,7 +228,7 @@ class Puller:
             send = partial(self._endpoint.agent.send_notif, peer.agent_name, message.SerializeToString())
             await asyncio.get_running_loop().run_in_executor(self._control, send)
         except (TransferFailed, nixlError) as error:
-            logger.info("lease %s: %s not sent: %s", handoff.lease_id, action, error)
+            log.info("lease %s: %s not sent: %s", handoff.lease_id, action, error)
 
     def _release(self, handoff: kv_pb2.KVHandoff) -> None:
         self._in_background(self._notify(handoff, kv_pb2.LeaseNotification.ACTION_RELEASE))

@@ -6,18 +6,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from proto.settings import Settings, split_config
+from proto.settings import LogLevel, Name, Port, Settings, split_config
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ROUTER_PORT = 50051
 HTTP_PORT = 8000
-
-Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class StackSettings(Settings):
@@ -63,11 +61,11 @@ class StackSettings(Settings):
     port: Port = Field(HTTP_PORT, description="OpenAI HTTP; 0: a free port")
     router_port: Port = Field(ROUTER_PORT, description="router gRPC; 0: a free port")
     registry_url: str = Field("", description="a Redis to use; empty: start one for this stack alone")
-    cluster: str = Field("default", min_length=1, description="separates stacks that share a registry")
+    cluster: Name = Field("default", description="separates stacks that share a registry")
     run_dir: Path | None = Field(None, description="logs and sockets; unset: a new one under the temporary directory")
     start_timeout_s: float = Field(180.0, gt=0, description="how long each process may take to become ready")
     drain_timeout_s: int = Field(5, ge=0, description="how long running answers may take when the stack stops")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of all processes")
+    log_level: LogLevel = Field("info", description="of all processes")
 
     @classmethod
     def load(cls, argv: Sequence[str] | None = None) -> Self:

@@ -15,12 +15,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from pod.errors import StartupError
-from proto.registry import pod_key
+from proto.registry import EXPIRY_INTERVALS, pod_key
 from proto.registry_pb2 import PodRecord
 
 log = logging.getLogger(__name__)
 
-EXPIRY_INTERVALS = 3
 CONNECT_S = 2.0
 STOP_S = 1.0  # for which a stopping pod waits for the registry: it may be stopping too, or out of reach
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from pod.cores import format_cores, parse_cores
-from proto.settings import Settings
-
-Port = Annotated[int, Field(ge=0, le=65535)]
+from proto.settings import LogLevel, Name, Port, Settings
 
 
 def default_runtime_dir() -> Path:
@@ -28,12 +26,12 @@ class PodSettings(Settings):
     port: Port = Field(0, description="gRPC port; 0 takes a free one")
     token_port: Port = Field(0, description="decode pods: port on which routers fetch tokens; 0 takes a free one")
     metrics_port: Port = Field(0, description="port of /metrics; 0 takes a free one")
-    cluster: str = Field("default", min_length=1, pattern=r"^[A-Za-z0-9_.-]+$", description="name of the deployment")
+    cluster: Name = Field("default", description="name of the deployment")
     registry_url: str = Field("redis://127.0.0.1:6379/0", description="URL of the Redis-protocol registry")
     pod_id: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$", max_length=128, description="empty: generated")
     heartbeat_interval_s: float = Field(1.0, gt=0, le=60, description="a record expires after three of these")
     drain_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM lets running work finish")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
+    log_level: LogLevel = Field("info", description="log level")
 
     model: str = Field("smollm2-135m-instruct", min_length=1, description="known name, directory, GGUF file or 'fake'")
     engine: Literal["auto", "torch", "fake"] = Field("auto", description="auto: fake for the model 'fake', else torch")

@@ -49,7 +49,7 @@ class PrefillTable:
             self.idle.set()
 
     def lease(self, entry: Entry, now: float) -> None:
-        self._leases.grant(entry.sequence_id, entry.sequence_id, now, entry.lease_s)
+        self._leases.grant(entry.sequence_id, now, entry.lease_s)
         entry.leased = True
 
     def renew(self, lease_id: str, now: float) -> bool:
@@ -61,7 +61,7 @@ class PrefillTable:
 
     def take_expired(self, now: float) -> list[Entry]:
         """Entries whose lease nobody renewed; they are out of the table."""
-        expired = [self._entries[sequence_id] for _, sequence_id in self._leases.expire(now)]
+        expired = [self._entries[sequence_id] for sequence_id in self._leases.expire(now)]
         for entry in expired:
             entry.leased = False
             self.remove(entry)
@@ -75,7 +75,6 @@ class PrefillTable:
         return len(self._leases)
 
     def check_invariants(self) -> None:
-        self._leases.check_invariants()
         leased = sum(entry.leased for entry in self._entries.values())
         assert leased == len(self._leases), f"{leased} leased sequences, {len(self._leases)} leases"
         assert self.idle.is_set() == (not self._entries), f"idle is {self.idle.is_set()} with {len(self._entries)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+EXPIRY_INTERVALS = 3  # a record of which so many heartbeats were missed is that of a lost pod
+
 
 def pod_key(cluster: str, pod_id: str) -> str:
     return f"pdserve:{cluster}:pod:{pod_id}"

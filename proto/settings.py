@@ -12,10 +12,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -27,6 +27,11 @@ from pydantic_settings import (
 
 # Of all processes, since they share a file: a misspelt section would otherwise be ignored by each of them.
 SECTIONS = ("pdserve", "pod", "router", "gateway", "explain", "model", "doctor")
+
+# What several processes have among their settings.
+Port = Annotated[int, Field(ge=0, le=65535)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]  # of a deployment or a pod: a part of a registry key
 
 _SIZE = "must be a number of bytes with or without a unit, such as 512MiB or 2GiB"
 _PLAINER = {"extra_forbidden": "no such setting", "byte_size": _SIZE, "byte_size_unit": _SIZE}  # than pydantic's words

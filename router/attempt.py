@@ -34,7 +34,6 @@ class Attempt:
         self.sequence_id = placement.owner
         self._cluster = cluster
         self._request = request
-        self._num_replayed = len(output_ids)
         self._output_ids = output_ids  # the request's own list: grows with the answer
         self._stream: SequenceStream | None = None
         self._reserving: asyncio.Task[pods_pb2.Credit] | None = None

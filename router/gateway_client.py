@@ -23,7 +23,7 @@ from router.mailbox import Mailbox
 MAX_UNREAD = 32  # responses: some 100 times what a client that keeps up has
 PACKED_BYTES = 4 << 20  # requests of more are sent one by one
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class GatewayClient(RouterClient):
@@ -196,5 +196,5 @@ def _reason(broken: grpc.aio.AioRpcError) -> PdserveError:
     """What the router said, if it did; any other status is the link's and no request's fault, whatever its code."""
     if any(key == TRAILER for key, _ in broken.trailing_metadata() or ()):
         return from_rpc(broken)
-    _log.warning("the stream to the router broke: %s: %s", broken.code().name, broken.details())
+    log.warning("the stream to the router broke: %s: %s", broken.code().name, broken.details())
     return PodUnavailable("the router cannot be reached: try again")

@@ -102,10 +102,6 @@ class Transition:
     settled: frozenset[Resource]
     released: frozenset[Resource]
 
-    @property
-    def tells_client(self) -> bool:
-        return self.state.terminal
-
 
 def _moves() -> dict[tuple[State, Event], tuple[State, frozenset[Resource]]]:
     """(state, event) -> (new state, what is settled). The rest of what is no longer held is released."""

@@ -52,10 +52,6 @@ class Placements:
         for pod in [pod for pod, owners in self._open.items() if not owners and pod not in live]:
             del self._open[pod]
 
-    @property
-    def num_open(self) -> int:
-        return sum(len(owners) for owners in self._open.values())
-
     def check_invariants(self, live_owners: set[str]) -> None:
         """Raises AssertionError naming a placement whose owner is gone."""
         owners = {owner for placed in self._open.values() for owner in placed}

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from proto.registry import pod_pattern
+from proto.registry import EXPIRY_INTERVALS, pod_pattern
 from proto.registry_pb2 import PodRecord
 from router.snapshot import PodKey, PodView, pod_view
 
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 TIMEOUT_S = 2.0
-EXPIRY_INTERVALS = 3
 MIN_EXPIRY_S = 4 * POLL_S  # one late poll is no verdict on pods that beat faster than it looks
 
 

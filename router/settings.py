@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
-from proto.settings import Settings
-
-Port = Annotated[int, Field(ge=0, le=65535)]
+from proto.settings import LogLevel, Name, Port, Settings
 
 
 class RouterSettings(Settings):
@@ -17,7 +15,7 @@ class RouterSettings(Settings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: Port = Field(50051, description="gRPC port; 0 takes a free one")
     metrics_port: Port = Field(0, description="port of /metrics; 0 takes a free one")
-    cluster: str = Field("default", min_length=1, pattern=r"^[A-Za-z0-9_.-]+$", description="name of the deployment")
+    cluster: Name = Field("default", description="name of the deployment")
     registry_url: str = Field("redis://127.0.0.1:6379/0", description="URL of the Redis-protocol registry")
     model: str = Field(min_length=1, description="the pods' model directory (for its tokenizer), or 'fake'")
     served_model_name: str = Field("", max_length=256, description="what clients ask for; empty: the model's own name")
@@ -27,4 +25,4 @@ class RouterSettings(Settings):
     )
     max_waiting: int = Field(1024, ge=0, description="requests that may wait for room at a time")
     stop_grace_s: float = Field(10.0, ge=0, description="how long SIGTERM lets running requests finish")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
+    log_level: LogLevel = Field("info", description="log level")

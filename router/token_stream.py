@@ -52,7 +52,6 @@ class StreamReader:
     ) -> None:
         self.connected = False
         self.router_id = ""  # of the present connection
-        self.num_discarded = 0
         self._connection = self._new_connection()  # the present one
         self._pod = pod
         self._router_ids = (f"{router_id}/{number}" for number in itertools.count(1))
@@ -152,7 +151,6 @@ class StreamReader:
                 self._discard(tokens.sequence_id)
 
     def _discard(self, sequence_id: str) -> None:
-        self.num_discarded += 1
         if sequence_id not in self._closed:
             self._remember(sequence_id)
             self._background.spawn(self._tell(sequence_id), f"abort unknown {sequence_id}")

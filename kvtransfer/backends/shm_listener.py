@@ -22,7 +22,7 @@ from kvtransfer.backends import shm_wire as wire
 from kvtransfer.backends.shm_link import Link
 from kvtransfer.memory import SharedFile
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S = 5.0
 MAX_CONNECTIONS = 1024
@@ -135,11 +135,11 @@ class Listener:
         try:
             sock, _ = self._sock.accept()
         except OSError as error:  # the peer gave up already, or we are out of file descriptors
-            logger.warning("accept: %s", error)
+            log.warning("accept: %s", error)
             return
         sock.setblocking(False)
         if len(self._visitors) >= MAX_CONNECTIONS or not wire.same_user(sock):
-            logger.warning("a connection was refused: too many (%d), or of another user", len(self._visitors))
+            log.warning("a connection was refused: too many (%d), or of another user", len(self._visitors))
             sock.close()
             return
         visitor = Visitor(sock, time.monotonic() + HELLO_WITHIN_S)
@@ -187,7 +187,7 @@ class Listener:
 
     def _drop(self, visitor: Visitor, why: str = "") -> None:
         if why:
-            logger.warning("connection of %s closed: %s", visitor.name or "an unknown peer", why)
+            log.warning("connection of %s closed: %s", visitor.name or "an unknown peer", why)
         self._visitors.discard(visitor)
         self._selector.unregister(visitor.sock)
         visitor.sock.close()

@@ -33,7 +33,7 @@ def test_begun_and_ended_between_heartbeats_is_nothing() -> None:
     placements.place(POD, "a", WORK, now=1.0)
     placements.remove(POD, "a", now=2.0)
     assert placements.correction(POD, since=0.0) == Correction()
-    assert placements.num_open == 0
+    placements.check_invariants(set())
 
 
 def test_leaks_and_double_counts_are_found() -> None:
@@ -56,4 +56,4 @@ def test_pods_that_are_gone_are_forgotten_once_nothing_is_on_them() -> None:
     assert placements.correction(POD, since=0.0) == Correction()
     placements.remove(POD, "a", now=2.0)
     placements.forget(live=set())
-    assert placements.num_open == 0
+    placements.check_invariants(set())

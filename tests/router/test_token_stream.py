@@ -133,7 +133,10 @@ async def test_tokens_that_nobody_waits_for_are_discarded_and_their_pod_is_told_
     reading.reader.close_sequence("closed")
     for step in range(3):
         pod.send(tokens("unknown", step), tokens("closed", step))
-    await until(lambda: reading.reader.num_discarded == 6)
+    last = reading.reader.open("last")
+    pod.send(tokens("last", 1))
+    await last.next()
+    await reading.reader._background.idle()
     assert pod.aborted == ["unknown"]
 
 
