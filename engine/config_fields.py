@@ -36,11 +36,11 @@ class Fields:
         self._values = values
         self._source = source
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0."""
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, "must be a whole number above 0")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(name, f"must be a whole number of at least {least}")
         return value
 
     def optional_integer(self, name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Turns a GGUF file of the Llama family into a Hugging Face directory with bfloat16 weights, or with its own blocks.
+"""Turns a GGUF file into a Hugging Face directory with bfloat16 weights, or with its own blocks.
 
 Weights are mapped, dequantised and written one tensor at a time, so a conversion needs little more memory than the
 largest tensor. Only here does pdserve import transformers (for the tokenizer), and only while converting.
@@ -24,6 +24,8 @@ from engine.safetensors_file import SINGLE_NAME, write_tensors
 CONVERTER_VERSION = 1  # raise it when the same GGUF file would convert differently
 ProgressCallback = Callable[[str, float], None]  # (stage, fraction done of that stage)
 
+# llama.cpp's architectures (Mistral's files are Llama's), and the names that transformers has for them
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -36,6 +38,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+QWEN3_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 KEPT_BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # their bytes, for 32 weights
 ROPE_FACTORS = "rope_freqs.weight"
 # Llama 3.1 and later; a GGUF file holds only the table that these make
@@ -43,7 +46,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 
 def convert(source: Path, target: Path, progress: ProgressCallback, keep_blocks: bool = False) -> None:
-    """Fills the empty directory `target`. Raises CheckpointError when `source` is no Llama-family GGUF file.
+    """Fills the empty directory `target`. Raises CheckpointError when `source` is no GGUF file of `ARCHITECTURES`.
 
     keep_blocks: linears in Q4_0, Q4_1 or Q8_0 stay so, instead of becoming bfloat16.
     """
@@ -96,10 +99,11 @@ def _open(source: Path) -> GGUFModel:
         model = GGUFModel(gguf.GGUFReader(source), source)
     except (OSError, ValueError, IndexError) as error:
         raise CheckpointError(f"{source} is not a whole GGUF file ({error}): copy it again") from None
-    if model.architecture != "llama":
-        raise CheckpointError(f"{source}: architecture {model.architecture!r}: GGUF files of 'llama' are supported")
-    if model.get("llama.expert_count", 0):
-        raise CheckpointError(f"{source}: a mixture of experts: only dense Llama models are supported")
+    if model.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{source}: architecture {model.architecture!r}: GGUF files of {known} are supported")
+    if model.of_architecture("expert_count", 0):
+        raise CheckpointError(f"{source}: a mixture of experts: only dense models are supported")
     if (num_files := model.get("split.count", 1)) > 1:
         raise CheckpointError(f"{source}: one of {num_files} files: join them with llama-gguf-split --merge")
     if "token_embd.weight" not in model.tensors:
@@ -115,8 +119,8 @@ def hf_config(model: GGUFModel) -> dict[str, Any]:
     if (rotated := model.of_architecture("rope.dimension_count", head_dim)) != head_dim:
         raise CheckpointError(f"{model.source}: {rotated} of {head_dim} dimensions rotate: only whole heads can")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[model.architecture]],
+        "model_type": model.architecture,
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": model.of_architecture("feed_forward_length"),
@@ -185,7 +189,7 @@ def _generation_config(model: GGUFModel) -> dict[str, Any]:
 
 def _write_weights(model: GGUFModel, config: dict[str, Any], file: Path, progress: Callable[[float], None]) -> None:
     names = [name for name in model.tensors if name != ROPE_FACTORS]
-    tensors = [_Weight(model, config, name, hf_name(name, model.source)) for name in names]
+    tensors = [_Weight(model, config, name, hf_name(name, model)) for name in names]
     if "quantization_config" in config:
         tensors = [part for weight in tensors for part in _with_blocks(weight)]
     layout = {t.hf_name: t.layout for t in tensors}
@@ -209,9 +213,18 @@ class _Weight:
 
     def values(self) -> NDArray[Any]:
         if not self.as_blocks:
-            return _unpermuted(self.hf_name, self.model.dequantized(self.name), self.config)
+            return self._unpermuted(self.model.dequantized(self.name))
         rows: NDArray[np.uint8] = self.model.tensors[self.name].data
-        return _unpermuted(self.hf_name, rows, self.config).reshape(self.layout[1])
+        return self._unpermuted(rows).reshape(self.layout[1])
+
+    def _unpermuted(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Moves rows: Llama's files interleave the rotary pairs of q and k (i, i+1), ours have halves (i, i + D/2)."""
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(self.name.split(".")[-2])
+        if heads is None or self.model.architecture != "llama":
+            return values
+        num_heads = self.config[heads]
+        pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, -1)
+        return pairs.swapaxes(1, 2).reshape(values.shape)
 
     @property
     def _block_bytes(self) -> int:
@@ -228,28 +241,17 @@ def _with_blocks(weight: _Weight) -> list[_Weight]:
     return [weight, head] if weight.config["tie_word_embeddings"] else [weight]
 
 
-def hf_name(name: str, source: Path) -> str:
+def hf_name(name: str, model: GGUFModel) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises CheckpointError."""
     stem, _, kind = name.rpartition(".")
     if stem in TOP_NAMES and kind == "weight":
         return f"{TOP_NAMES[stem]}.{kind}"
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    if block == "blk" and part in LAYER_NAMES and kind in ("weight", "bias"):
-        return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
-    raise CheckpointError(f"{source}: unknown tensor {name}: no dense Llama model has it")
-
-
-def _unpermuted(name: str, values: NDArray[Any], config: dict[str, Any]) -> NDArray[Any]:
-    """Moves rows: GGUF interleaves the rotary pairs of q and k (i, i+1), Hugging Face has halves (i, i + D/2)."""
-    if ".q_proj." in name:
-        num_heads = config["num_attention_heads"]
-    elif ".k_proj." in name:
-        num_heads = config["num_key_value_heads"]
-    else:
-        return values
-    pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, -1)
-    return pairs.swapaxes(1, 2).reshape(values.shape)
+    names = LAYER_NAMES | QWEN3_NAMES if model.architecture == "qwen3" else LAYER_NAMES
+    if block == "blk" and part in names and kind in ("weight", "bias"):
+        return f"model.layers.{layer}.{names[part]}.{kind}"
+    raise CheckpointError(f"{model.source}: unknown tensor {name}: no dense {model.architecture} model has it")
 
 
 def _write_tokenizer(source: Path, target: Path, model: GGUFModel) -> None:

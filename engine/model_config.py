@@ -197,7 +197,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None
 
 def _default_layer_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
     if family.windows == "late":
-        first = fields.integer("max_window_layers")
+        first = fields.integer("max_window_layers", least=0)
         windowed = [i >= first for i in range(num_layers)]
     else:
         period = fields.integer("sliding_window_pattern")

@@ -10,9 +10,6 @@ import gguf
 import numpy as np
 
 from engine.gguf_convert import llama3_divisors
-from tests.engine.tiny_llama import (
-    TINY,
-)
 
 BYTE_TOKENS = ["<unk>", "<|im_start|>", "<|im_end|>", *map(chr, range(ord("!"), ord("~"))), "ab", "bc"]
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
@@ -29,15 +26,18 @@ def write_gguf(
 
     In float32, or with matrices in a quantised type. extra_tensors: names of single numbers.
     """
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(TINY["num_hidden_layers"])
-    writer.add_context_length(TINY["max_position_embeddings"])
-    writer.add_embedding_length(TINY["hidden_size"])
-    writer.add_feed_forward_length(model.config.intermediate_size)
-    writer.add_head_count(TINY["num_attention_heads"])
-    writer.add_head_count_kv(TINY["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
-    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
+    config = model.config
+    writer = gguf.GGUFWriter(file, config.model_type)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if config.model_type == "qwen3":
+        writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     add_tokenizer(writer)
     for name, value in metadata.items():
         add = {float: writer.add_float32, int: writer.add_uint16, str: writer.add_string}[type(value)]
@@ -45,13 +45,12 @@ def write_gguf(
     for name in extra_tensors:
         writer.add_tensor(name, np.ones(1, np.float32))
     for name, parameter in model.state_dict().items():
-        values = permuted(name, parameter.numpy())
+        values = permuted(name, parameter.numpy(), config) if config.model_type == "llama" else parameter.numpy()
         if quantized is not None and values.ndim == 2:
             writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(gguf_name(name), values)
-    if model.config.rope_parameters["rope_type"] == "llama3":
-        rope = model.config.rope_parameters
+    if (rope := config.rope_parameters)["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, rope["rope_theta"], 8).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -88,9 +87,9 @@ def gguf_name(name: str) -> str:
     return name
 
 
-def permuted(name: str, values: np.ndarray) -> np.ndarray:
-    """llama.cpp's order of rotary pairs in q and k."""
-    heads = {"q_proj": TINY["num_attention_heads"], "k_proj": TINY["num_key_value_heads"]}
+def permuted(name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """llama.cpp's order of rotary pairs in q and k of Llama."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for part, num_heads in heads.items():
         if part in name:
             halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])

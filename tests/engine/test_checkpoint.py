@@ -133,7 +133,7 @@ SPOILED: dict[str, tuple[Any, str]] = {
         r"quantization_config: quant_method = 'fp8': only awq, gptq, gguf are supported",
     ),
     "no layers": (lambda d: edit_config(d, num_hidden_layers=None), r"num_hidden_layers is missing"),
-    "negative": (lambda d: edit_config(d, hidden_size=-1), r"hidden_size = -1: must be a whole number above 0"),
+    "negative": (lambda d: edit_config(d, hidden_size=-1), r"hidden_size = -1: must be a whole number of at least 1"),
     "text": (lambda d: edit_config(d, vocab_size="x"), r"vocab_size = 'x': must be a whole number"),
     "eps": (lambda d: edit_config(d, rms_norm_eps=0), r"rms_norm_eps = 0: must be a number above 0"),
     "flag": (lambda d: edit_config(d, mlp_bias=1), r"mlp_bias = 1: must be true or false"),

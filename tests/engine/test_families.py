@@ -138,7 +138,10 @@ def test_files_without_layer_types(name: str, pattern: int | None, tmp_path: Pat
     stated = read_config(tmp_path)
     edit_config(tmp_path, layer_types=None)
     assert read_config(tmp_path) == stated
-    if pattern is not None:
+    if pattern is None:
+        edit_config(tmp_path, max_window_layers=0)
+        assert [layer.window for layer in read_config(tmp_path).layers] == [WINDOW] * 7
+    else:
         assert [layer.window is None for layer in stated.layers] == [(i + 1) % pattern == 0 for i in range(7)]
         edit_config(tmp_path, sliding_window_pattern=3)
         assert [layer.window is None for layer in read_config(tmp_path).layers] == [i % 3 == 2 for i in range(7)]
@@ -180,7 +183,7 @@ def test_longrope_serves_up_to_the_trained_length(checkpoints: dict[str, tuple[P
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bidirectional": ("gemma 3", {"use_bidirectional_attention": True}, "only causal attention is supported"),
-    "no window": ("gemma 2", {"sliding_window": -1}, r"sliding_window = -1: must be a whole number above 0"),
+    "no window": ("gemma 2", {"sliding_window": -1}, r"sliding_window = -1: must be a whole number of at least 1"),
     "layer types": ("gemma 2", {"layer_types": ["x"] * 3}, r"layer_types = .*: must be 3 of 'sliding_attention' and"),
     "too few layer types": ("gemma 3", {"layer_types": ["full_attention"]}, "layer_types = .*: must be 4 of"),
     "activation": ("gemma 2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu': only 'silu' and 'gelu_pyt"),

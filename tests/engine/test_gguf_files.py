@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from gguf.quants import dequantize, quantize
 
 from engine import checkpoint
 from engine.checkpoint import (
@@ -23,7 +24,10 @@ from engine.checkpoint import (
 )
 from engine.gguf_convert import LLAMA3_ROPE
 from engine.model_config import read_config
+from kernels.linear import LinearWeights
 from tests.engine.gguf_files import BYTE_TOKENS, TEMPLATE, write_gguf
+from tests.engine.quantized_checkpoints import load, values_of
+from tests.engine.tiny_families import make_family
 from tests.engine.tiny_llama import (
     OurModel,
     make_checkpoint,
@@ -31,6 +35,8 @@ from tests.engine.tiny_llama import (
     reference_logits,
     scheduled,
 )
+
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
 @pytest.mark.parametrize("rope", ["default", "llama3"])
@@ -52,6 +58,32 @@ def test_a_gguf_file_gives_the_models_logits(tied: bool, rope: str, user_cache: 
     assert model_info(folder, "float32").model_id == "my-model"
     assert (folder / "chat_template.jinja").read_text() == TEMPLATE
     assert json.loads((folder / "config.json").read_text())["rms_norm_eps"] == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96, "head_dim": 32}),
+    ],
+)
+def test_a_gguf_file_of_another_family(name: str, heads: dict[str, int], user_cache: Path, tmp_path: Path) -> None:
+    model = make_family(tmp_path / "hf", name, vocab_size=len(BYTE_TOKENS), eos_token_id=2, **heads)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())  # what a conversion keeps
+    write_gguf(tmp_path / "m.gguf", model)
+    prompt = random_ids(30, vocab_size=len(BYTE_TOKENS))
+    actual = OurModel(resolve_model(str(tmp_path / "m.gguf"))).logits(scheduled(prompt, 0, range(8)))
+    torch.testing.assert_close(actual, reference_logits(model, prompt), atol=1e-4, rtol=0)
+    write_gguf(tmp_path / "blocks.gguf", model, quantized=Q8_0)
+    weights = load(resolve_model(str(tmp_path / "blocks.gguf"), quantization="gguf"), "gguf")
+    query = model.model.layers[1].self_attn.q_proj.weight.detach().numpy()
+    torch.testing.assert_close(
+        values_of(LinearWeights(weights.layers[1].qkv.parts[:1])),
+        torch.from_numpy(dequantize(quantize(query, Q8_0), Q8_0)),
+    )
 
 
 def test_a_gguf_file_is_converted_once_and_again_when_its_content_changes(user_cache: Path, tmp_path: Path) -> None:
@@ -132,11 +164,11 @@ def test_a_gguf_file_cut_short_is_refused(user_cache: Path, tmp_path: Path) -> N
 
 
 def test_other_gguf_architectures_are_refused(tmp_path: Path, user_cache: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma3")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match="architecture 'qwen2': GGUF files of 'llama' are supported"):
+    with pytest.raises(CheckpointError, match="architecture 'gemma3': GGUF files of llama, qwen2, qwen3 are supported"):
         resolve_model(str(tmp_path / "m.gguf"))
 
 
@@ -147,7 +179,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         [],
         "m.gguf: rope_type = 'longrope': supported are default, linear",
     ),
-    "scale": ({}, ["blk.0.attn_q.scale"], "m.gguf: unknown tensor blk.0.attn_q.scale: no dense Llama model has it"),
+    "scale": ({}, ["blk.0.attn_q.scale"], "m.gguf: unknown tensor blk.0.attn_q.scale: no dense llama model has it"),
 }
 
 
