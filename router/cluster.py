@@ -97,10 +97,13 @@ class Cluster:
         return pod.corrected(correction, reachable=client is not None and client.reachable)
 
     def max_model_len(self, model: ServedModel) -> int:
-        """The longest sequence that some decode pod holds; the model's own limit while there is no pod."""
+        """The longest sequence that some decode pod holds; what config.json states while there is no pod.
+
+        Rotary scaling may stretch or bound that length, which pods know.
+        """
         views = (sighting.view for sighting in self._watcher.pods.sightings.values())
         lengths = (pod.max_model_len for pod in views if pod.role == DECODE and pod.model_id == model.model_id)
-        return min(model.max_model_len, max(lengths, default=model.max_model_len))
+        return max(lengths, default=model.max_model_len)
 
     @property
     def num_waiting(self) -> int:

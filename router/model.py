@@ -29,7 +29,7 @@ class ServedModel:
     name: str  # what clients ask for
     model_id: str  # what pods of this model call it
     vocab_size: int
-    max_model_len: int  # of the model; pods may serve less
+    max_model_len: int  # as config.json states it; pods may serve less, or more
     eos_token_ids: frozenset[int]
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ def load_model(path: str, served_name: str) -> ServedModel:
             model_id=model_id,
             vocab_size=int(config["vocab_size"]),
             max_model_len=int(config["max_position_embeddings"]),
-            eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+            eos_token_ids=_ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id")),
             sampling_defaults={k: generation[k] for k in _DEFAULTABLE if generation.get(k) is not None},
         )
     except (KeyError, TypeError, ValueError) as error:

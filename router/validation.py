@@ -203,7 +203,7 @@ def _output_bounds(
     room = max_model_len - num_prompt
     length = f"context length {max_model_len}"
     if max_model_len < model.max_model_len:
-        length += f", all that a decode pod's KV memory holds of the model's {model.max_model_len}"
+        length += f", all that a decode pod serves of the model's {model.max_model_len}"
     if room < 1:
         limit = f"at most {max_model_len - 1} are allowed ({length}; 1 token is for the answer)"
         raise InvalidRequest(f"{field}: the prompt has {num_prompt} tokens, {limit}", field=field)

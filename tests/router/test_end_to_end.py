@@ -74,7 +74,7 @@ async def test_what_fills_kv_memory_to_the_last_slot(
         request = tokens_request(prompt_of(num_slots + 1 - num_output), max_tokens=num_output)
         assert_right(await stack.generate(request), request)
         request.sampling.max_tokens += 1
-        with pytest.raises(InvalidRequest, match="all that a decode pod's KV memory holds"):
+        with pytest.raises(InvalidRequest, match="all that a decode pod serves of the model's 4096"):
             await stack.generate(request)
 
 
@@ -262,6 +262,16 @@ async def test_huge_prompts_are_refused_untokenised_or_tokenised_one_at_a_time(
         refusals = await asyncio.gather(*requests, return_exceptions=True)
         assert most == 1
         assert {str(refusal).partition(",")[0] for refusal in refusals} == {"text: the prompt has 70000 tokens"}
+
+
+async def test_pods_say_how_long_a_sequence_may_be(
+    registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotary scaling may stretch what config.json states."""
+    monkeypatch.setattr("router.model.FAKE_MAX_MODEL_LEN", 50)
+    async with running_stack(registry_url, tmp_path) as stack:
+        request = tokens_request(prompt_of(200))
+        assert_right(await stack.generate(request), request)
 
 
 async def test_models_and_timelines(registry_url: str, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_model_directories(tmp_path: Path) -> None:
     model = load_model(str(tmp_path), "")
     assert (model.name, model.model_id, model.eos_token_ids) == (tmp_path.name, tmp_path.name, frozenset({2}))
     (tmp_path / "source.json").write_text('{"model_id": "smol"}')
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6, "top_k": null}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3, "temperature": 0.6, "top_k": null}')
     model = load_model(str(tmp_path), "nice")
     assert (model.name, model.model_id, model.eos_token_ids) == ("nice", "smol", frozenset({2, 3}))
     assert model.sampling_defaults == {"temperature": 0.6}
