@@ -220,10 +220,18 @@ def _convert_into(source: Path, target: Path, name: str, progress: ProgressCallb
     try:
         convert(source, partial, progress, keep_blocks)
         (partial / SOURCE_NAME).write_text(json.dumps({"model_id": name, "file": source.name}) + "\n")
+        _write_through(partial)
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _write_through(folder: Path) -> None:
+    """To the disk: after a crash a folder of empty files would pass for a converted model."""
+    for file in filter(Path.is_file, folder.rglob("*")):
+        with file.open("rb") as f:
+            os.fsync(f.fileno())
 
 
 @contextmanager

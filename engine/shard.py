@@ -37,10 +37,6 @@ class Shard:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank = {self.rank}: must be at least 0 and below size {self.size}")
 
-    @property
-    def is_whole(self) -> bool:
-        return self.size == 1
-
     def part(self, count: int) -> range:
         """This rank's share of `count` things in a row; shares differ by at most one."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)

@@ -3,7 +3,7 @@
     python -m bench.engine.echo [--messages 150] [--every-ms 20]    prints its port, serves one stream
     python -m bench.engine.echo --read PORT
 
-Both print, as their last line, the processor milliseconds that a message cost them, without the first WARM_UP ones.
+Both print, as their last line, the processor milliseconds that a message cost them; WARM_UP uncounted ones come first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def serve(messages: int, every_s: float) -> None:
     server = await asyncio.get_running_loop().create_server(lambda: connection, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await connected.wait()
-    for _ in range(messages):
+    for _ in range(WARM_UP + messages):
         await asyncio.sleep(every_s)
         connection.send(MESSAGE)
         meter.count()

@@ -29,13 +29,7 @@ class _Track:
 class Speculator:
     """Owned by one engine core and used by its scheduler. Pure but for its proposer."""
 
-    def __init__(
-        self,
-        proposer: Proposer,
-        *,
-        max_drafts: int,
-        max_model_len: int,
-    ) -> None:
+    def __init__(self, proposer: Proposer, *, max_drafts: int, max_model_len: int) -> None:
         """`max_drafts`: of one sequence in one step. Raises ValueError below 1."""
         if max_drafts < 1:
             raise ValueError(f"num_draft_tokens = {max_drafts}: must be at least 1")

@@ -109,7 +109,14 @@ def _compile(compiler: str, target: Path) -> None:
         dispatch = ["-DHAVE_X86_LEVELS"] if len(levels) > 1 else []
         sources = [str(_SOURCES / "dispatch.cpp"), *map(str, objects)]
         _run([compiler, *_FLAGS, *dispatch, *sources, *_LINK_FLAGS, "-o", str(library)])
+        _write_through(library)
         library.replace(target)
+
+
+def _write_through(file: Path) -> None:
+    """To the disk: after a crash a name that has lost its bytes would be loaded, and never be built again."""
+    with file.open("rb") as f:
+        os.fsync(f.fileno())
 
 
 def _compile_level(compiler: str, isa: str, flags: tuple[str, ...], scratch: Path) -> Path:
