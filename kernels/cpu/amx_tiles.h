@@ -1,6 +1,7 @@
 // Tiles of AMX, the matrix units of newer Xeons: registers of 16 rows of 64 bytes.
 //
-// The units multiply [16 rows, 32 columns] of bfloat16 by [16 pairs of columns, 16 rows, 2] and add to [16, 16] of float32.
+// The units multiply [16 rows, 32 columns] of bfloat16 by [16 pairs of columns, 16 rows, 2] and add to [16, 16] of
+// float32.
 #pragma once
 
 #include "pair_tiles.h"

@@ -1,6 +1,6 @@
-// The products of decode attention on AVX512-VNNI over an int8 cache, whose bytes are multiplied as they lie. Queries and
-// weights become integers of 16 bits, a high and a low byte that are multiplied one after the other: sums are exact, and
-// what is rounded are these integers alone, at 2^-17 of the largest. Heads are whole vectors of bytes.
+// The products of decode attention on AVX512-VNNI over an int8 cache, whose bytes are multiplied as they lie. Queries
+// and weights become integers of 16 bits, a high and a low byte that are multiplied one after the other: sums are
+// exact, and what is rounded are these integers alone, at 2^-17 of the largest. Heads are whole vectors of bytes.
 #pragma once
 
 #include "decode_tile.h"

@@ -1,5 +1,5 @@
-// The products of decode attention on AVX512-BF16 over a bfloat16 cache: K is multiplied as it lies, in pairs of columns,
-// V in pairs of keys, for which their weights are rounded to bfloat16, as in prefill. Heads are whole vectors.
+// The products of decode attention on AVX512-BF16 over a bfloat16 cache: K is multiplied as it lies, in pairs of
+// columns, V in pairs of keys, for which their weights are rounded to bfloat16, as in prefill. Heads are whole vectors.
 #pragma once
 
 #include "decode_tile.h"
@@ -53,8 +53,8 @@ class PairDecodeProducts {
   alignas(64) bf16 q[G][MAX_HEAD_DIM];
   alignas(64) float acc[G][MAX_HEAD_DIM] = {};
 
-  // Unscaled scores of every WIDTH-th of LANES keys, added across lanes as `folded` does, but while in registers. As many
-  // rows of `next` are fetched meanwhile.
+  // Unscaled scores of every WIDTH-th of LANES keys, added across lanes as `folded` does, but while in registers. As
+  // many rows of `next` are fetched meanwhile.
   template <int WIDTH>
   void score_keys(const bf16* k, const Place* places, const Place* next, Vec (&sums)[G]) const {
     if constexpr (WIDTH == LANES / 2) {

@@ -32,8 +32,8 @@ Tile tile_at(const ContextReader<E>& context, int64_t begin, int64_t length, con
   return tile;
 }
 
-// Blocks lie far apart, where the processor's own prefetching does not follow: while one tile is used, the rows of the next
-// are fetched, to the second-level cache, which has far more misses under way at a time than the first.
+// Blocks lie far apart, where the processor's own prefetching does not follow: while one tile is used, the rows of the
+// next are fetched, to the second-level cache, which has far more misses under way at a time than the first.
 template <class E>
 inline void prefetch_columns(const E* row, int64_t begin, int64_t end) {
   constexpr int64_t PER_LINE = 64 / sizeof(E);

@@ -34,7 +34,7 @@ class VectorDecodeProducts {
   // Adds all V of the tile times `weights` to what was added before, times `factors`.
   void accumulate(const E* v, const Tile& tile, const Tile& next, const float (*weights)[DECODE_TILE],
                   const float* factors) {
-    constexpr int CHUNKS = G == 1 ? 8 : G <= 3 ? 4 : G <= 6 ? 2 : 1;  // sums that hide the latency and fit the registers
+    constexpr int CHUNKS = G == 1 ? 8 : G <= 3 ? 4 : G <= 6 ? 2 : 1;  // sums that hide the latency and fit registers
     int64_t d = 0;
     for (; d + CHUNKS * LANES <= head_dim; d += CHUNKS * LANES) add_chunks<CHUNKS>(v, tile, next, weights, factors, d);
     for (; d < head_dim; d += LANES) add_chunks<1>(v, tile, next, weights, factors, d);

@@ -1,4 +1,5 @@
-// Stages of a decoder, or a whole step, in one call: the ops of these headers one after the other, on memory that stays.
+// Stages of a decoder, or a whole step, in one call: the ops of these headers one after the other, on memory that
+// stays.
 //
 // kernels/reference/decoder.py is the same composition through the public ops; both give the same bits.
 #pragma once

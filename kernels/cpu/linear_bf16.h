@@ -73,7 +73,6 @@ class PairsBlock {
   static constexpr int64_t MAX_SUMS = MOST_ROWS * 2 * PANEL;
   static constexpr int STEP_BYTES = PAIR * PANEL * sizeof(bf16);  // of a panel
 
-
   int64_t rows, depth, tiles, fetched_per_step;
   int64_t begins[MAX_ROWS / MOST_ROWS + 1];  // of the tiles, and the end: no divisions between tiles
   alignas(64) float x[MAX_PAIRS];  // pairs of bfloat16

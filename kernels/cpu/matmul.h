@@ -10,8 +10,8 @@ constexpr int MATMUL_ROWS = 6;             // 12 sums, 2 columns and 1 broadcast
 
 // C[ROWS, MATMUL_COLUMNS] (+)= A[ROWS, depth] B[depth, MATMUL_COLUMNS]; rows `lda`, `ldb`, `ldc` floats apart.
 template <int ROWS>
-inline void multiply_tile(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t depth,
-                          bool add) {
+inline void multiply_tile(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
+                          int64_t depth, bool add) {
   Vec sums[ROWS][2];  // not zeroed as a whole, for which GCC calls up a string instruction
   for (int r = 0; r < ROWS; r++)
     for (int j = 0; j < 2; j++) sums[r][j] = add ? load(c + r * ldc + j * LANES) : Vec{};

@@ -1,7 +1,8 @@
 // The C interface of the CPU kernels: plain pointers, no torch, no C++ types. kernels/cpu/library.py mirrors it.
 //
-// A reference is a pointer that is not null. Strides count elements. Every op returns OK, or the index of the sequence or token that leaves its table, having
-// written nothing. `threads` limits how many threads share the work, the caller included.
+// A reference is a pointer that is not null. Strides count elements. Every op returns OK, or the index of the sequence
+// or token that leaves its table, having written nothing. `threads` limits how many threads share the work, the caller
+// included.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,8 @@ constexpr int64_t OK = -1;
 // Attention heads longer than this go to the torch reference (library.py checks).
 constexpr int MAX_HEAD_DIM = 256;
 
-// What a cache stores: elements of the DType that the op computes in, or bfloat16 whatever that is, or one byte each with
-// a scale a row.
+// What a cache stores: elements of the DType that the op computes in, or bfloat16 whatever that is, or one byte each
+// with a scale a row.
 enum class CacheFormat : int32_t { AS_COMPUTED = 0, INT8 = 1, FP8_E4M3 = 2, BFLOAT16 = 3 };
 
 // A paged cache [num_blocks, kv_heads, block_size, head_dim], the last dimension contiguous; K and V of equal strides.
@@ -92,8 +93,8 @@ struct Attention {
 
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
 
-// Half of a decoder layer: what the stage before added (normalised if delta_norm is not null) joins the residual stream,
-// whose norm goes through `first`, then attention or (null) a gate, then `second`.
+// Half of a decoder layer: what the stage before added (normalised if delta_norm is not null) joins the residual
+// stream, whose norm goes through `first`, then attention or (null) a gate, then `second`.
 struct Stage {
   const void* delta_norm;
   const void* norm;
@@ -109,8 +110,8 @@ struct Decoder {
   float eps;
 };
 
-// What stands before and behind a decoder's stages: rows of the embedding, scaled, go in; what comes out (the last delta
-// normalised if delta_norm is not null) is normalised and goes through `head`.
+// What stands before and behind a decoder's stages: rows of the embedding, scaled, go in; what comes out (the last
+// delta normalised if delta_norm is not null) is normalised and goes through `head`.
 struct Ends {
   DType embedding_dtype;  // BFLOAT16 or that of the computation
   const void* embedding;  // [vocab, hidden]
@@ -128,7 +129,7 @@ struct Step {
   const int64_t* positions;
   const int64_t* slot_mapping;
   Context decodes, prefills;
-  const int32_t* cu_seqlens;  // [prefills + 1], from 0
+  const int32_t* cu_seqlens;   // [prefills + 1], from 0
   const int64_t* sample_rows;  // [samples], tokens whose logits are wanted
   int64_t samples;
 };
@@ -170,10 +171,10 @@ struct Ops {
   // Returns 0 when any token or sequence leaves its table.
   int64_t (*run_stages)(DType, const Decoder&, int64_t first, int64_t last, const Step&, const Cache* caches,
                         const Stream& in, const Stream& out, void* workspace, int threads);
-  // All of a step, from token ids to logits [samples, columns of the head]. workspace: hidden * 2 elements more a token.
-  // Returns 0 when any token or sequence leaves its table, or there are more samples than tokens.
-  int64_t (*forward)(DType, const Decoder&, const Ends&, const Step&, const Cache* caches, void* logits, void* workspace,
-                     int threads);
+  // All of a step, from token ids to logits [samples, columns of the head]. workspace: hidden * 2 elements more a
+  // token. Returns 0 when any token or sequence leaves its table, or there are more samples than tokens.
+  int64_t (*forward)(DType, const Decoder&, const Ends&, const Step&, const Cache* caches, void* logits,
+                     void* workspace, int threads);
   // Row target_rows[i] of target becomes row source_rows[i] of source; strides count bytes, targets are distinct.
   int64_t (*copy_rows)(const void* source, int64_t source_stride, void* target, int64_t target_stride,
                        int64_t row_bytes, const int64_t* source_rows, const int64_t* target_rows, int64_t rows,
@@ -190,8 +191,8 @@ struct OpenMp {
 };
 extern OpenMp openmp;
 
-// The parallel region that a thread runs in, or null, and its number there (parallel.h). All builds share it: the ops of
-// one may call another's. `__thread`: a C++ thread_local would come with a function that the linker merges.
+// The parallel region that a thread runs in, or null, and its number there (parallel.h). All builds share it: the ops
+// of one may call another's. `__thread`: a C++ thread_local would come with a function that the linker merges.
 struct Membership {
   void* team;
   int64_t number;

@@ -3,6 +3,7 @@
 
 #include "ops.h"
 #include "kv_formats.h"
+
 namespace {
 
 // Calls op with an element of the type that the cache stores, when T is what the op computes in.

@@ -1,5 +1,5 @@
-// Prefill attention: a tile of query tokens, with all query heads of one kv head, against tiles of keys at fixed places of
-// the context, by an online softmax.
+// Prefill attention: a tile of query tokens, with all query heads of one kv head, against tiles of keys at fixed places
+// of the context, by an online softmax.
 #pragma once
 
 #include "parallel.h"

@@ -1,5 +1,5 @@
-// Tiles of bfloat16 in pairs of what is summed over, as the instructions that multiply bfloat16 take them: 16 pairs by 16
-// lanes, a right factor that fills a tile register of AMX, or 16 vectors.
+// Tiles of bfloat16 in pairs of what is summed over, as the instructions that multiply bfloat16 take them: 16 pairs by
+// 16 lanes, a right factor that fills a tile register of AMX, or 16 vectors.
 #pragma once
 
 #include "kv_formats.h"
@@ -13,7 +13,8 @@ constexpr int TILE_ROWS = 16;
 constexpr int TILE_COLUMNS = 32;  // bfloat16 ones; 16 of float32
 static_assert(LANES == TILE_ROWS, "tiles are transposed in vectors");
 
-// TILE_COLUMNS of a row, of which `columns` exist, as bfloat16 that holds them exactly: a pair in each lane, then zeros.
+// TILE_COLUMNS of a row, of which `columns` exist, as bfloat16 that holds them exactly: a pair in each lane, then
+// zeros.
 template <class E>
 inline Vec load_pairs_of(const E* p, int64_t columns) {
   if (columns < TILE_COLUMNS) {
@@ -27,7 +28,8 @@ inline Vec load_pairs_of(const E* p, int64_t columns) {
     return pairs;
   } else {
     const Vec low = load(p), high = load(p + LANES);
-    const Vec even = pick(low, high, [](int i) { return 2 * i; }), odd = pick(low, high, [](int i) { return 2 * i + 1; });
+    const Vec even = pick(low, high, [](int i) { return 2 * i; });
+    const Vec odd = pick(low, high, [](int i) { return 2 * i + 1; });
     return (Vec)((VecUint)even >> 16 | (VecUint)odd);
   }
 }

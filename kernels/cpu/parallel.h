@@ -8,6 +8,7 @@
 
 #include "ops.h"
 #include "vec.h"
+
 namespace {
 
 constexpr int MAX_MEMBERS = 256;

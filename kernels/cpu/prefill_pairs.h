@@ -1,5 +1,5 @@
-// The products of prefill attention on AVX512-BF16: one instruction multiplies 16 pairs and adds each up. Lanes are keys
-// in the scores and columns in the sum of values, so that no sum goes across lanes.
+// The products of prefill attention on AVX512-BF16: one instruction multiplies 16 pairs and adds each up. Lanes are
+// keys in the scores and columns in the sum of values, so that no sum goes across lanes.
 #pragma once
 
 #include "prefill_packed.h"

@@ -12,7 +12,8 @@ constexpr int MAX_ROWS = 96;  // which share the reading of its keys
 #endif
 constexpr int PREFILL_TILE = 64;  // keys of a tile
 
-// Query tokens [first, first + count) of one sequence, at positions `position` and after, with `group` heads from `head`.
+// Query tokens [first, first + count) of one sequence, at positions `position` and after, with `group` heads from
+// `head`.
 struct QueryTile {
   int64_t first, count, position, head, group;
 

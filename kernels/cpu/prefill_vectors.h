@@ -1,5 +1,5 @@
-// The products of prefill attention in float32: keys and values are widened once a tile, keys transposed, so that both are
-// small matrix products without horizontal sums.
+// The products of prefill attention in float32: keys and values are widened once a tile, keys transposed, so that both
+// are small matrix products without horizontal sums.
 #pragma once
 
 #include "matmul.h"
@@ -74,8 +74,8 @@ class VectorProducts {
     for (; d < padded_dim; d += LANES) store(to + d, load_first(from + d, max(0, head_dim - d)) * factor);
   }
 
-  // LANES keys from `first` on as columns of `k`, which has room for whole vectors both ways; for those that the tile does
-  // not have, whose scores are not used, others of it.
+  // LANES keys from `first` on as columns of `k`, which has room for whole vectors both ways; for those that the tile
+  // does not have, whose scores are not used, others of it.
   void transpose_keys(const ContextReader<E>& context, const KeyTile& keys, int64_t first) {
     for (int64_t d = 0; d < head_dim; d += LANES) {
       const int64_t n = min(LANES, head_dim - d);

@@ -1,6 +1,7 @@
 // Rows of x as integers, for products with integer weights: each row and group of columns by its largest value.
 //
-// That makes the sums exact: they depend on neither their order nor the rows beside, the threads or the instruction set.
+// That makes the sums exact: they depend on neither their order nor the rows beside, the threads or the instruction
+// set.
 #pragma once
 
 #include "ops.h"

@@ -1,7 +1,7 @@
 // The next token of each row of logits: greedy, or drawn under top-k, top-p and min-p without sorting the vocabulary.
 //
-// Tokens are ordered by (logit descending, id ascending). The order is total, so whatever the filters keep is all tokens
-// up to a last one, and only that one has to be found.
+// Tokens are ordered by (logit descending, id ascending). The order is total, so whatever the filters keep is all
+// tokens up to a last one, and only that one has to be found.
 #pragma once
 
 #include "parallel.h"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "vec.h"
+
 namespace {
 
 // To about 2 ulp: near 0 a polynomial (Moshier's Cephes), where the quotient of exponentials would cancel.

@@ -3,6 +3,7 @@
 
 #include "ops.h"
 #include "vec.h"
+
 namespace {
 
 // The same weights from powers of two instead of e.
@@ -46,8 +47,8 @@ struct RunningSoftmax {
   }
 
  private:
-  // Most later tiles have a score that is a little larger. Weights above 1 are as exact as those below, so that the peak
-  // seldom needs to follow, nor is what is largest to be looked for across lanes.
+  // Most later tiles have a score that is a little larger. Weights above 1 are as exact as those below, so that the
+  // peak seldom needs to follow, nor is what is largest to be looked for across lanes.
   float raise_peak(const float* scores, int64_t count) {
     constexpr float SLACK = 8.f;  // weights reach 2^8
     Vec top = load(scores);

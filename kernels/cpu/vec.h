@@ -1,7 +1,8 @@
 // Vectors as wide as the instruction set of this build, over float32 and bfloat16 storage.
 //
-// Everything in these headers lives in an anonymous namespace and uses no templates of the standard library: kernels.cpp
-// is compiled once for each instruction set, and the linker must not merge functions of one build into another.
+// Everything in these headers lives in an anonymous namespace and uses no templates of the standard library:
+// kernels.cpp is compiled once for each instruction set, and the linker must not merge functions of one build into
+// another.
 #pragma once
 
 #include <cstdint>

@@ -160,7 +160,8 @@ struct Contexts {
     for (int32_t i = 0; i < blocks; i++) tables[i] = i * 7 % static_cast<int32_t>(blocks);
     for (int64_t i = 0; i < slots; i++) mapping[i] = i * 7 % slots;
     cache = {reserve.get<char>(bytes()), reserve.get<char>(bytes()), blocks, KV_HEADS, how.block_size, how.dim,
-             KV_HEADS * how.block_size * how.dim, how.block_size * how.dim, how.dim, nullptr, nullptr, 0, 0, how.format};
+             KV_HEADS * how.block_size * how.dim, how.block_size * how.dim, how.dim, nullptr, nullptr, 0, 0,
+             how.format};
     if (!quantised()) return;
     cache.k_scales = reserve.get<float>(slots * KV_HEADS), cache.v_scales = reserve.get<float>(slots * KV_HEADS);
     cache.scale_block_stride = KV_HEADS * how.block_size, cache.scale_head_stride = how.block_size;
@@ -212,7 +213,8 @@ void attention(const AttentionCase& how) {
     ops.paged_decode(type_of<T>(), it.rows(it.q, it.SEQUENCES, how.heads), it.cache,
                      it.context(it.lengths, 0, it.SEQUENCES), it.scoring(), it.rows(out, it.SEQUENCES, how.heads), 1);
   }, weights_rounded);
-  compare<T>("paged_prefill", size, TOLERANCE<T>, [&](const Ops& ops, T* out) { it.prefill(ops, out); }, weights_rounded);
+  const auto prefill = [&](const Ops& ops, T* out) { it.prefill(ops, out); };
+  compare<T>("paged_prefill", size, TOLERANCE<T>, prefill, weights_rounded);
   for (const Ops* build : BUILDS) {
     Reserve reserve;
     T *whole = reserve.get<T>(size), *chunks = reserve.get<T>(size);
