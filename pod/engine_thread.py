@@ -27,6 +27,7 @@ from proto.errors import InternalError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+HUNG_S = 1.0  # for the thread of an engine that has crashed to end
 LOAD_S = 0.05  # how old `EngineThread.load` may be while steps follow one another; heartbeats are rarer
 
 
@@ -69,12 +70,20 @@ class EngineThread:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread after the step it is in; pending calls fail. The core may be used by the caller then."""
+        """Ends the thread after the step it is in; pending calls fail. The core may be used by the caller then.
+
+        An engine that was given up may hang on: the thread ends with the process.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, None if self._crash is None else HUNG_S)
         self._fail_pending("the engine has stopped")
+
+    def give_up(self, error: BaseException) -> None:
+        """On the loop: what the engine can only raise when its step ends, which may be never."""
+        if self._crash is None:
+            self._crashed(error)
 
     async def call(self, run: Callable[[EngineCore], T]) -> T:
         """`run`'s result or exception. Cancelling the caller does not stop `run`: undo it with a later command."""
@@ -166,6 +175,8 @@ class EngineThread:
                 future.set_exception(error)
 
     def _crashed(self, error: BaseException) -> None:
+        if self._crash is not None:
+            return  # it was given up before
         if isinstance(error.__cause__, RankLost):
             error = error.__cause__  # says all there is to know; the engine around it is sound
         self._crash = error

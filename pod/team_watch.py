@@ -12,6 +12,8 @@ from pod.engine_thread import EngineThread
 if TYPE_CHECKING:
     from engine.tensor_parallel.team import Team  # loads torch
 
+PATIENCE_S = 1.0  # for the engine to notice by itself, which lets it say first what it has computed
+
 
 class TeamWatch:
     """Start on the running loop. Without a team it does nothing."""
@@ -20,6 +22,7 @@ class TeamWatch:
         self._team = team
         self._engine = engine
         self._watched: dict[int, int] = {}  # pid -> its descriptor, which becomes readable when the process ends
+        self._timers: list[asyncio.TimerHandle] = []
 
     def start(self) -> None:
         if self._team is None:
@@ -29,6 +32,8 @@ class TeamWatch:
             asyncio.get_running_loop().add_reader(self._watched[pid], self._on_death, self._team, pid)
 
     def stop(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
         for pid in list(self._watched):
             self._unwatch(pid)
 
@@ -44,6 +49,9 @@ class TeamWatch:
             raise team.lost()
 
         self._engine.post(fail)
+        # In one of some thousand deaths gloo does not notice: a step then hangs until the group's timeout.
+        give_up = asyncio.get_running_loop().call_later(PATIENCE_S, lambda: self._engine.give_up(team.lost()))
+        self._timers.append(give_up)
 
     def _unwatch(self, pid: int) -> None:
         descriptor = self._watched.pop(pid)
