@@ -26,6 +26,7 @@ from router.policy import Refusal, RoutingDecision, RoutingRequest, decide, why_
 from router.prefix_index import PrefixIndex
 from router.registry import POLL_S, RegistryWatcher, Sighting
 from router.snapshot import DECODE, Correction, PodKey, PodView, Snapshot
+from router.standstill import Standstill
 from router.wait_queue import QueueFull, WaitQueue
 
 QUEUE_RETRY_MS = 1000
@@ -63,6 +64,7 @@ class Cluster:
         self._rng = rng
         self._clock = clock
         self._placements = Placements()
+        self._standstill = Standstill(clock)
         self._clients: dict[PodKey, PodClient] = {}
         self._retired: dict[PodKey, PodClient] = {}  # for a while, see _retire
         self._numbers = itertools.count(1)  # of connections: each has a router id of its own
@@ -72,11 +74,13 @@ class Cluster:
         self.on_change: Callable[[], None] = lambda: None  # pods came, went or changed
 
     async def start(self) -> None:
+        self._standstill.start()
         await self._watcher.start()
 
     async def close(self) -> None:
         """Requests must have ended."""
         await self._watcher.close()
+        self._standstill.stop()
         self._closing.set()
         await self.background.close(CLOSE_S)
         await self._retiring.close(CLOSE_S)
@@ -211,9 +215,11 @@ class Cluster:
                 await client.close()
 
     def _connect(self, pod: PodView) -> PodClient:
+        clock, stood_still = self._clock, self._standstill.is_recent
         if pod.role == DECODE:
-            return DecodeClient(pod, self._clock, f"{self._router_id}-{next(self._numbers)}", self._changed)
-        return PrefillClient(pod, self._clock)
+            router_id = f"{self._router_id}-{next(self._numbers)}"
+            return DecodeClient(pod, clock, stood_still, router_id, self._changed)
+        return PrefillClient(pod, clock, stood_still)
 
     def _changed(self) -> None:
         self._queue.pump()

@@ -35,7 +35,7 @@ class PodLost(PodUnavailable):
 
 
 class CutOff(PodUnavailable):
-    """The pod has ended our token stream, for this router stood still or read too slowly: nothing is wrong with it."""
+    """This router stood still or read too slowly, and lost its link to the pod by that: the pod is not to blame."""
 
 
 @dataclass(frozen=True, slots=True)

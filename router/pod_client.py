@@ -1,8 +1,8 @@
 """Calls to one incarnation (id and epoch) of one pod. Everything that goes wrong comes out as a `PdserveError`.
 
-A status that the pod did not raise itself (a broken link, a timeout of ours) is `PodLost` with this pod's id, or
-`PodUnavailable` when nobody listened at its address. A pod that is lost fails every call under way at once: gRPC alone
-would wait for a hung process.
+A status that the pod did not raise itself (a broken link, a timeout of ours) is `PodLost` with this pod's id,
+`PodUnavailable` when nobody listened at its address, or `CutOff` when this router stood still a moment ago. A pod that
+is lost fails every call under way at once: gRPC alone would wait for a hung process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from router.token_stream import StreamReader
 log = logging.getLogger(__name__)
 
 CALL_S = 3.0  # any call that does not wait for work
+STEP_S = 60.0  # one that waits for an engine step, such as 512 prompt tokens of a large model take on a CPU
 Response = TypeVar("Response")
 
 
@@ -67,16 +68,18 @@ def _never_sent(error: grpc.aio.AioRpcError) -> bool:
 class PodClient:
     """What clients of both roles share."""
 
-    def __init__(self, pod: PodView, clock: Callable[[], float]) -> None:
+    def __init__(self, pod: PodView, clock: Callable[[], float], stood_still: Callable[[], bool]) -> None:
+        """`stood_still`: whether this router did, a moment ago."""
         self.pod = pod
         self.calls: set[PodCall[Any]] = set()
         self._clock = clock
+        self._stood_still = stood_still
         self._closed = False
         self._failed_at: float | None = None  # it did not answer then, and has not been heard of since
         self._channel = channel(pod.address)
         self._channel.get_state(try_to_connect=True)  # so that the first request does not wait for it
 
-    def call(self, method: Any, request: Any, timeout_s: float | None = CALL_S) -> PodCall[Any]:
+    def call(self, method: Any, request: Any, timeout_s: float | None) -> PodCall[Any]:
         """Raises PodUnavailable once closed."""
         if self._closed:
             raise PodUnavailable(f"pod {self.pod.pod_id} is gone", pod_id=self.pod.pod_id)
@@ -87,8 +90,10 @@ class PodClient:
     def error_of(self, error: grpc.aio.AioRpcError) -> PdserveError:
         if any(key == TRAILER for key, _ in error.trailing_metadata() or ()):
             return from_rpc(error, self.pod.pod_id)
-        self._failed_at = self._clock()
         why = f"pod {self.pod.pod_id}: {error.code().name}: {error.details()}"
+        if not _never_sent(error) and self._stood_still():
+            return CutOff(why, pod_id=self.pod.pod_id)
+        self._failed_at = self._clock()
         return (PodUnavailable if _never_sent(error) else PodLost)(why, pod_id=self.pod.pod_id)
 
     def lose(self, error: PodUnavailable) -> None:
@@ -113,8 +118,8 @@ class PodClient:
 
 
 class PrefillClient(PodClient):
-    def __init__(self, pod: PodView, clock: Callable[[], float]) -> None:
-        super().__init__(pod, clock)
+    def __init__(self, pod: PodView, clock: Callable[[], float], stood_still: Callable[[], bool]) -> None:
+        super().__init__(pod, clock, stood_still)
         self._stub: pods_pb2_grpc.PrefillPodAsyncStub = pods_pb2_grpc.PrefillPodStub(self._channel)
 
     def prefill(self, request: pods_pb2.PrefillRequest) -> PodCall[pods_pb2.PrefillResponse]:
@@ -123,15 +128,22 @@ class PrefillClient(PodClient):
 
     async def release_lease(self, lease_id: str, epoch: str) -> None:
         request = pods_pb2.ReleaseLeaseRequest(lease_id=lease_id, epoch=epoch)
-        await self.call(self._stub.ReleaseLease, request).result()
+        await self.call(self._stub.ReleaseLease, request, CALL_S).result()
 
 
 class DecodeClient(PodClient):
     """Also owns the pod's token stream."""
 
-    def __init__(self, pod: PodView, clock: Callable[[], float], router_id: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pod: PodView,
+        clock: Callable[[], float],
+        stood_still: Callable[[], bool],
+        router_id: str,
+        on_change: Callable[[], None],
+    ) -> None:
         """`on_change` is called whenever the token stream came up or broke."""
-        super().__init__(pod, clock)
+        super().__init__(pod, clock, stood_still)
         self._stub: pods_pb2_grpc.DecodePodAsyncStub = pods_pb2_grpc.DecodePodStub(self._channel)
         self._on_change = on_change
         self.tokens = StreamReader(pod, router_id, self._channel.channel_ready, self.abort, self._stream_changed)
@@ -155,18 +167,18 @@ class DecodeClient(PodClient):
         return CutOff(raised.message, pod_id=self.pod.pod_id)
 
     def reserve(self, request: pods_pb2.ReserveRequest) -> PodCall[pods_pb2.Credit]:
-        return self.call(self._stub.Reserve, request, request.wait_ms / 1000 + CALL_S)
+        return self.call(self._stub.Reserve, request, request.wait_ms / 1000 + STEP_S)
 
     def start(self, request: pods_pb2.StartDecodeRequest) -> PodCall[pods_pb2.StartDecodeResponse]:
-        return self.call(self._stub.StartDecode, request)
+        return self.call(self._stub.StartDecode, request, STEP_S)
 
     async def release_credit(self, credit: pods_pb2.Credit) -> None:
         request = pods_pb2.ReleaseCreditRequest(credit_id=credit.credit_id, epoch=credit.epoch)
-        await self.call(self._stub.ReleaseCredit, request).result()
+        await self.call(self._stub.ReleaseCredit, request, CALL_S).result()
 
     async def abort(self, sequence_id: str) -> None:
         request = pods_pb2.AbortSequenceRequest(sequence_id=sequence_id)
-        await self.call(self._stub.AbortSequence, request).result()
+        await self.call(self._stub.AbortSequence, request, CALL_S).result()
 
     async def close(self) -> None:
         await self.tokens.close()

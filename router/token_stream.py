@@ -58,6 +58,7 @@ class StreamReader:
         self._answers = answers
         self._abort = abort
         self._on_change = on_change
+        self._why_down = PodUnavailable(f"pod {pod.pod_id}: no token stream", pod_id=pod.pod_id)
         self._open: dict[str, SequenceStream] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._retry_s = FIRST_RETRY_S
@@ -65,9 +66,9 @@ class StreamReader:
         self._task = asyncio.create_task(self._run(), name=f"tokens of {pod.pod_id}")
 
     def open(self, sequence_id: str) -> SequenceStream:
-        """Where this sequence's tokens will arrive. Raises PodUnavailable while there is no connection."""
+        """Where this sequence's tokens will arrive. While there is no connection, raises why the last one broke."""
         if not self.connected:
-            raise PodUnavailable(f"pod {self._pod.pod_id}: no token stream", pod_id=self._pod.pod_id)
+            raise self._why_down
         stream = self._open[sequence_id] = SequenceStream()
         return stream
 
@@ -168,7 +169,7 @@ class StreamReader:
             return
         log.warning("pod %s: %s; %d sequences on it", self._pod.pod_id, why, len(self._open))
         self.connected = False
-        error = kind(f"pod {self._pod.pod_id}: {why}", pod_id=self._pod.pod_id)
+        error = self._why_down = kind(f"pod {self._pod.pod_id}: {why}", pod_id=self._pod.pod_id)
         for stream in self._open.values():
             stream.end(error)
         self._on_change(error)

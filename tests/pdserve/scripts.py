@@ -11,7 +11,6 @@ WARNING = f"print('WARNING it is small'); print('said'); {SERVE}; print('WARNING
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('READY', flush=True); signal.pause()"
 SILENT = "import signal; signal.pause()"
 FAILING = "import sys; print('before the end', file=sys.stderr); sys.exit(3)"
-MISCONFIGURED = "import sys; print('x: setting a = 1: must be 2', file=sys.stderr); sys.exit(2)"
 
 
 def spec(source: str, name: str = "x", *, stage: int = 0, stop_grace_s: float = 10.0) -> ProcessSpec:
