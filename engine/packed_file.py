@@ -30,8 +30,9 @@ from engine.config_fields import CheckpointError
 from engine.model_config import ModelConfig
 from engine.quantization import QUANTIZER_VERSION, StoredQuantization
 from engine.quantize import quantize_int4, quantize_int8
-from engine.safetensors_file import Layout, read_header, shard_files, write_tensors
+from engine.safetensors_file import Layout, read_header, write_tensors
 from engine.stored_quantization import read_stored, stored_names
+from engine.stored_tensors import StoredTensors
 from kernels.checks import check_shape
 from kernels.linear import Part
 from kernels.panels import PanelMatrix, pack, panel_shape
@@ -187,13 +188,13 @@ def _rounded(source: _Checkpoint, quantization: str, tied: bool) -> Iterator[tup
     work: dict[str, Callable[[], _Linear]] = {
         name.removesuffix(".weight"): partial(quantize, source.tensor(name)) for name in names
     }
-    work[HEAD] = partial(quantize_int8, source.tensor(head_name(source.names, tied)))
+    work[HEAD] = partial(quantize_int8, source.tensor(head_name(source.entries, tied)))
     return _each(work)
 
 
 def _stored(source: _Checkpoint, stored: StoredQuantization) -> Iterator[tuple[str, _Linear]]:
-    names = stored_names(source.names, stored)
-    return _each({name: partial(read_stored, name, source.tensor, source.names, stored) for name in names})
+    names = stored_names(source.entries, stored)
+    return _each({name: partial(read_stored, name, source.tensor, source.entries, stored) for name in names})
 
 
 def _each(work: Mapping[str, Callable[[], _Linear]]) -> Iterator[tuple[str, _Linear]]:
@@ -216,41 +217,32 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
     return array
 
 
-class _Checkpoint:
-    """All tensors of a directory's shards, by name."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self._model_dir = model_dir
-        self._opened: dict[Path, Any] = {}
-        self.names = {name: (shard, e) for shard in shard_files(model_dir) for name, e in read_header(shard).items()}
+class _Checkpoint(StoredTensors):
+    """What of it is packed."""
 
     def matrices(self) -> list[str]:
         """Names of floating-point matrices."""
         return [
             name
-            for name, (_, e) in self.names.items()
+            for name, e in self.entries.items()
             if name.endswith(".weight") and len(e.shape) == 2 and e.dtype in ("F32", "F16", "BF16")
         ]
 
     def bfloat16_matrices(self, tied: bool) -> dict[str, str]:
         """Linears of layers and head that are stored in bfloat16, and the tensor that each is."""
         found = {n.removesuffix(".weight"): n for n in self.matrices() if n.startswith("model.layers.")}
-        found[HEAD] = head_name(self.names, tied)
-        return {name: of for name, of in found.items() if of in self.names and self.names[of][1].dtype == "BF16"}
+        found[HEAD] = head_name(self.entries, tied)
+        return {name: of for name, of in found.items() if of in self.entries and self.entries[of].dtype == "BF16"}
 
     def shape(self, name: str) -> tuple[int, int]:
         """Of a matrix."""
-        rows, columns = self.names[name][1].shape
+        rows, columns = self.entries[name].shape
         return rows, columns
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the mapped file. Raises CheckpointError when it is missing."""
-        if name not in self.names:
+        """A view. Raises CheckpointError when it is missing."""
+        if name not in self.entries:
             raise CheckpointError(
-                f"{self._model_dir}: {name} is missing, though the checkpoint's other tensors call for it"
+                f"{self.model_dir}: {name} is missing, though the checkpoint's other tensors call for it"
             )
-        shard, _ = self.names[name]
-        if shard not in self._opened:
-            self._opened[shard] = safe_open(shard, framework="pt")
-        tensor: torch.Tensor = self._opened[shard].get_tensor(name)
-        return tensor
+        return super().tensor(name)

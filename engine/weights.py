@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from engine.checkpoint import EMBEDDING, HEAD, head_name
 from engine.config_fields import CheckpointError
@@ -22,8 +20,8 @@ from engine.families import ExpertNames
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig
 from engine.packed_file import PackedFile, packed_file
 from engine.quantization import check_quantization
-from engine.safetensors_file import TensorEntry, read_header, shard_files
 from engine.shard import WHOLE, Shard
+from engine.stored_tensors import StoredTensors
 from kernels import panels, quantized
 from kernels.decoder import MlpWeights
 from kernels.linear import LinearWeights, Part, kind_of
@@ -213,20 +211,16 @@ def _shifted(run: range, offset: int) -> range:
 
 
 class _Reader:
-    """Finds tensors by name in a checkpoint's shards, each of which it maps once, and in the file of its linears."""
+    """Finds tensors by name in a checkpoint, and in the file of its linears."""
 
     def __init__(
         self, model_dir: Path, dtype: torch.dtype, norm_weight_offset: float, packed: Path | None, in_panels: bool
     ) -> None:
-        self._model_dir = model_dir
+        self._stored = StoredTensors(model_dir)
         self._dtype = dtype
         self._norm_weight_offset = norm_weight_offset
         self._packed = None if packed is None else PackedFile(packed)
         self._in_panels = in_panels
-        self._opened: dict[Path, Any] = {}
-        self._found: dict[str, tuple[Path, TensorEntry]] = {
-            name: (shard, entry) for shard in shard_files(model_dir) for name, entry in read_header(shard).items()
-        }
 
     def linear(
         self, projections: dict[str, Rows], columns: int, bias: bool, wanted_columns: range | None = None
@@ -253,7 +247,7 @@ class _Reader:
 
     def head_name(self, tied: bool) -> str:
         """The tensor that is the head where it is not packed."""
-        return head_name(self._found, tied)
+        return head_name(self._stored.entries, tied)
 
     def arranged(self, matrix: torch.Tensor) -> Part:
         """`matrix` as a linear wants it."""
@@ -269,7 +263,7 @@ class _Reader:
         try:
             matrix = _sliced(whole, rows, columns)
         except ValueError as error:
-            raise CheckpointError(f"{self._model_dir}: {name} cannot be shared among ranks: {error}") from None
+            raise CheckpointError(f"{self._stored.model_dir}: {name} cannot be shared among ranks: {error}") from None
         _fetch_pages(matrix.packed)
         return matrix
 
@@ -298,17 +292,15 @@ class _Reader:
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A view of the mapped file."""
-        if name not in self._found:
-            raise CheckpointError(f"{self._model_dir}: weight {name} is missing, though config.json calls for it")
-        shard, entry = self._found[name]
+        stored, entry = self._stored, self._stored.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{stored.model_dir}: weight {name} is missing, though config.json calls for it")
         if entry.shape != shape:
-            raise CheckpointError(f"{shard}: {name} has shape {entry.shape}, config.json calls for {shape}")
+            raise CheckpointError(f"{stored.file(name)}: {name} has shape {entry.shape}, config.json calls for {shape}")
         if entry.dtype not in FILE_DTYPES:
-            raise CheckpointError(f"{shard}: {name} is {entry.dtype}: weights must be {', '.join(FILE_DTYPES)}")
-        if shard not in self._opened:
-            self._opened[shard] = safe_open(shard, framework="pt")
-        tensor: torch.Tensor = self._opened[shard].get_tensor(name)
-        return tensor
+            allowed = ", ".join(FILE_DTYPES)
+            raise CheckpointError(f"{stored.file(name)}: {name} is {entry.dtype}: weights must be {allowed}")
+        return stored.tensor(name)
 
 
 def _sliced(matrix: PanelMatrix | QuantizedMatrix, rows: range, columns: range) -> PanelMatrix | QuantizedMatrix:
