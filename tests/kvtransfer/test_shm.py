@@ -20,7 +20,7 @@ from kvtransfer.agent import Agent
 from kvtransfer.backends import shm_wire as wire
 from kvtransfer.backends.shm import ShmBackend, parse_connection_info
 from kvtransfer.descs import MemType, XferDescs
-from kvtransfer.memory import allocate, shared_files
+from kvtransfer.memory import HUGE_PAGE_BYTES, allocate, populate, shared_files
 from tests.kvtransfer.support import PeerProcess, drain, shm_agent, until
 
 SIZE = 1 << 16
@@ -52,6 +52,17 @@ def test_shared_memory_cannot_be_shrunk() -> None:
     for num_bytes in (0, 2 * SIZE):
         with pytest.raises(PermissionError):
             os.ftruncate(span.file.fd, num_bytes)
+
+
+@pytest.mark.parametrize("num_bytes", [1, HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES + 4097])
+def test_populating_keeps_what_is_written(num_bytes: int) -> None:
+    memory = allocate("shm", num_bytes)  # a thread populates it too
+    memory[:: HUGE_PAGE_BYTES // 3] = memory[-1] = 7
+    written = memory.copy()
+    span = shared_files.find(memory.ctypes.data, num_bytes)
+    assert span is not None
+    populate(span.file)
+    assert np.array_equal(memory, written)
 
 
 def test_the_memory_of_a_dead_peer_is_unmapped(other: Agent, runtime_dir: Path) -> None:
