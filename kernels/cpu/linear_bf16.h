@@ -81,14 +81,14 @@ class PairsBlock {
   static int64_t tiles_of(int64_t rows) { return ceil_div(rows, MOST_ROWS); }
 
   // sums[i][q] = row i of tile t times the q-th of `count` panels. Meanwhile its share of the panels after these is
-  // fetched: by a tile alone, which waits for memory, into the second-level cache.
+  // fetched: by one tile or two, which wait for memory, into the second-level cache.
   void multiply_tile(int64_t t, const bf16* w, int64_t stride, int64_t count, float* sums) const {
     const Fetch fetch{reinterpret_cast<const char*>(w + count * stride) + depth / PAIR * fetched_per_step * t,
                       fetched_per_step};
     const float* from = x + begins[t] * padded_pairs(depth);
     with_constant<MOST_ROWS>(begins[t + 1] - begins[t], [&](auto width) {
       constexpr int ROWS = decltype(width)::value, SEVERAL = panels_beside(ROWS);
-      const auto multiply = tiles > 1 ? count == 1 ? &PairsBlock::multiply_pairs<ROWS, 1, FIRST_LEVEL>
+      const auto multiply = tiles > 2 ? count == 1 ? &PairsBlock::multiply_pairs<ROWS, 1, FIRST_LEVEL>
                                                    : &PairsBlock::multiply_pairs<ROWS, SEVERAL, FIRST_LEVEL>
                             : count == 1 ? &PairsBlock::multiply_pairs<ROWS, 1, SECOND_LEVEL>
                                          : &PairsBlock::multiply_pairs<ROWS, SEVERAL, SECOND_LEVEL>;
