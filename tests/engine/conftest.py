@@ -6,8 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine.tiny_llama import OurModel, make_checkpoint, scheduled
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random tensors are the same whatever ran before."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture
