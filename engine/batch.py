@@ -97,6 +97,16 @@ class Runner(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """Blocks of a finished `hold` sequence, in token order, with their generations, until release_held()."""
+
+    sequence_id: str
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    num_tokens: int
+
+
 class TokenEvent(NamedTuple):
     """One token of one sequence; a step gives several when drafts were right. Times are the engine clock's seconds."""
 
@@ -110,16 +120,7 @@ class TokenEvent(NamedTuple):
     at: float  # this token
     num_drafts: int = 0  # of the sequence, as of this step
     num_accepted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBlocks:
-    """Blocks of a finished `hold` sequence, in token order, with their generations, until release_held()."""
-
-    sequence_id: str
-    block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
-    num_tokens: int
+    held: HeldBlocks | None = None  # with the token of a `hold` sequence that did not finish its answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,6 +267,7 @@ class EngineCore:
         elif events and seq.hold:
             del self._times[seq.id]
             self._scheduler.hold(seq)
+            events[-1] = events[-1]._replace(held=self.held(seq.id))
         return events
 
     def _count(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:

@@ -78,8 +78,8 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
         describe_token(response.first_token, event.token)
         self._pod.metrics.cached_tokens.inc(event.num_cached)
         if event.finish_reason is None:
-            held = await self._pod.engine.call(lambda core: core.held(spec.sequence_id))
-            response.handoff.CopyFrom(self._grant(entry, held, response))
+            assert event.held is not None, "it was added to be held"  # to ask the engine would take another step
+            response.handoff.CopyFrom(self._grant(entry, event.held, response))
         return response
 
     def _grant(self, entry: Entry, held: HeldBlocks, response: pods_pb2.PrefillResponse) -> kv_pb2.KVHandoff:

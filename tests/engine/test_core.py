@@ -106,8 +106,9 @@ def test_min_tokens_keeps_the_first_token_of_a_prefill_pod_from_ending_the_answe
 def test_held_blocks_stay_until_released_and_then_remain_cached() -> None:
     pod = FakePod(8)
     pod.core.add(spec("s", range(10)), hold=True)
-    pod.run()
+    [event] = pod.run()
     held = pod.core.held("s")
+    assert event.held == held
     assert len(held.block_ids) == 3
     assert held.generations == tuple(int(pod.generations[b]) for b in held.block_ids)
     assert (pod.core.load().num_held, pod.core.load().num_free_blocks) == (1, 5)

@@ -47,6 +47,25 @@ async def test_first_token_and_hand_off(pod: Pod, client: PodClient, length: int
     assert not await client.release_lease(handoff.lease_id, pod.plan.epoch)
 
 
+async def test_a_hand_off_waits_for_no_step_after_its_own(
+    pod: Pod, client: PodClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call to the engine is served between steps, and the next one may be a long prompt's."""
+    calls: list[object] = []
+    original = pod.engine.call
+
+    async def call(command: Any) -> Any:
+        calls.append(command)
+        return await original(command)
+
+    monkeypatch.setattr(pod.engine, "call", call)
+    sequence = spec([1, 2, 3])
+    response = await client.prefill(sequence)
+    assert response.HasField("handoff")
+    assert len(calls) == 1, "to add the sequence"
+    assert await client.release_lease(sequence.sequence_id)
+
+
 async def test_replayed_output_is_part_of_the_context(client: PodClient) -> None:
     whole = right_answer(spec([1, 2, 3])).output_ids
     response = await client.prefill(sequence := spec([1, 2, 3], whole[:5]))
