@@ -94,7 +94,7 @@ def watched_library(watch: Stopwatch) -> Iterator[None]:
 def make_core(threads: int, context: int) -> EngineCore:
     folder = resolve_model(MODEL)
     num_blocks = max(BATCHES) * ((context + 2 * STEPS) // BLOCK_SIZE + 2)
-    memory = allocate("inproc", num_blocks * kv_block_bytes(model_info(folder, DTYPE), BLOCK_SIZE))
+    memory = allocate("shm", num_blocks * kv_block_bytes(model_info(folder, DTYPE), BLOCK_SIZE))
     runner = TorchRunner(folder, kv_memory=memory, block_size=BLOCK_SIZE, dtype=DTYPE, num_threads=threads)
     return EngineCore(runner, EngineConfig(num_blocks=num_blocks, max_batched_tokens=1024, prefix_cache=False))
 
