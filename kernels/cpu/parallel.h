@@ -110,7 +110,7 @@ inline void parallel_for(int64_t items, int threads, const Body& body) {
 // Calls body(begin, end) over ranges of rows that are worth a thread's while.
 template <class Body>
 inline void parallel_rows(int64_t rows, int64_t elements_per_row, int threads, const Body& body) {
-  constexpr int64_t ELEMENTS_PER_ITEM = 1 << 14;
+  constexpr int64_t ELEMENTS_PER_ITEM = 1 << 11;
   const int64_t grain = max(1, ELEMENTS_PER_ITEM / max(1, elements_per_row));
   parallel_for(ceil_div(rows, grain), threads,
                [&](int64_t item) { body(item * grain, min(rows, (item + 1) * grain)); });
