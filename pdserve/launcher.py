@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 from pdserve import signals
+from pdserve.checks import LaunchError
 from pdserve.console import Reporter
 from pdserve.process import CONFIG_ERROR, INTERRUPTED, Process, ProcessFailed, StartFailed
 from pdserve.readiness import router_sees
 from pdserve.stack import Plan, process_specs
 from pdserve.supervisor import Supervisor
 from proto.errors import PdserveError
+
+LOCK = "lock"  # the file in a run directory that a stack holds locked
+
+# sockaddr_un holds 107 bytes; the registry's socket lies in the run directory.
+RUN_DIR_MAX_BYTES = 90
 
 
 class Stack:
@@ -93,15 +101,19 @@ def explain_failure(error: ProcessFailed, log_dir: Path) -> StartFailed:
 
 @contextlib.contextmanager
 def run_directory(wanted: Path | None) -> Iterator[Path]:
-    """The given directory, or a new private one, left behind only when a stack failed: for its logs."""
+    """The given directory, or a new private one, left behind only when a stack failed: for its logs.
+
+    It is this stack's alone until the end of the context. Raises LaunchError for one that cannot be.
+    """
     if wanted is not None:
-        wanted.mkdir(parents=True, exist_ok=True)
-        yield wanted.resolve()
+        with locked(wanted):
+            yield wanted.resolve()
         return
     created = Path(tempfile.mkdtemp(prefix="pdserve-"))
     keep = False
     try:
-        yield created
+        with locked(created):
+            yield created
     except StartFailed as error:
         keep = error.exit_code != CONFIG_ERROR  # whose one line says everything
         raise
@@ -111,3 +123,25 @@ def run_directory(wanted: Path | None) -> Iterator[Path]:
     finally:
         if not keep:
             shutil.rmtree(created, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Makes the directory where there is none and keeps other stacks out of it. Raises LaunchError.
+
+    The lock is the open file's, which no child inherits: the kernel frees it even when the launcher is killed. The file
+    stays, for to remove it would let two stacks lock two files of this name.
+    """
+    if len(os.fsencode(run_dir.resolve())) > RUN_DIR_MAX_BYTES:
+        raise LaunchError(f"--run-dir {run_dir}: at most {RUN_DIR_MAX_BYTES} bytes fit into the names of UNIX sockets")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / LOCK).open("ab")
+    except OSError as error:
+        raise LaunchError(f"--run-dir {run_dir}: {error.strerror}: pass a directory that can be written to") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LaunchError(f"--run-dir {run_dir}: another stack runs in it: stop that, or pass another") from None
+        yield

@@ -18,9 +18,6 @@ from pod.settings import PodSettings
 
 ASSUMED_KV_BYTES = 128 << 20  # of a pod whose cache is sized by itself: enough for a few thousand tokens
 
-# sockaddr_un holds 107 bytes; the registry's socket lies in the run directory.
-RUN_DIR_MAX_BYTES = 90
-
 
 def prepare(settings: StackSettings, run_dir: Path, reporter: Reporter) -> Plan:
     """Checks the machine, converts the model and compiles the kernels where it must. Raises LaunchError."""
@@ -32,8 +29,6 @@ def prepare(settings: StackSettings, run_dir: Path, reporter: Reporter) -> Plan:
         checks.check_port("port", settings.host, settings.port, "--port"),
         checks.check_port("router port", settings.host, settings.router_port, "--router-port"),
     )
-    if len(os.fsencode(run_dir)) > RUN_DIR_MAX_BYTES:
-        raise LaunchError(f"--run-dir {run_dir}: at most {RUN_DIR_MAX_BYTES} bytes fit into the names of UNIX sockets")
     draft = prepare_draft(settings, reporter)
     return make_plan(settings, prepare_engine(settings, reporter, draft.memory_bytes), run_dir, draft.path)
 

@@ -177,6 +177,19 @@ async def test_nothing_survives_a_launcher_that_was_killed(run_dir: Path) -> Non
         assert await token_ids(launched, "AB", 3) == [197, 276, 356]
         launched.process.kill()
         assert await gone(children)
+    async with up("--run-dir", str(run_dir)) as launched:
+        assert await token_ids(launched, "AB", 3) == [197, 276, 356]
+
+
+async def test_a_run_directory_in_use_is_refused(run_dir: Path) -> None:
+    async with up("--run-dir", str(run_dir)) as launched:
+        process = await launch("up", "--run-dir", str(run_dir))
+        out, err = await process.communicate()
+        assert (process.returncode, out) == (2, b"")
+        assert err.decode() == (f"error: --run-dir {run_dir}: another stack runs in it: stop that, or pass another\n")
+        launched.children["decode_service"].kill()
+        await launched.said("  decode-0 ready after")
+        assert await retried(launched) == [197, 276, 356]
 
 
 async def test_the_readmes_examples_run() -> None:
