@@ -211,6 +211,77 @@ async def test_a_connection_is_closed_that_dribbles_after_its_answer(
         await client.leave()
 
 
+GET = b"GET /v1/models HTTP/1.1\r\n"
+HUGE = 3 * connection.MAX_HEAD_BYTES
+LARGE_HEADS = {
+    "path": b"GET /" + b"x" * HUGE,
+    "name": GET + b"x" * HUGE,
+    "value": GET + b"x: " + b"y" * HUGE + b"\r\n\r\n",
+    "headers": GET + b"x: y\r\n" * (HUGE // 6) + b"\r\n",
+    "line ends": b"\r\n" * HUGE,
+    "after an answer": GET + b"\r\n" + GET + b"x" * HUGE,
+}
+
+
+@pytest.mark.parametrize("sent", LARGE_HEADS.values(), ids=LARGE_HEADS.keys())
+async def test_a_head_that_is_too_large_is_refused(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", LIMIT_S)  # that it is not reset by what it still sends
+    client = await RawClient.connect(server)
+    first, more = sent[: connection.MAX_HEAD_BYTES // 2], sent[connection.MAX_HEAD_BYTES // 2 :]
+    client.writer.write(first)
+    if sent.startswith(GET + b"\r\n"):
+        await client.read_until(b"}]}")
+    client.writer.write(more)
+    answered = await asyncio.wait_for(client.reader.read(), LIMIT_S)
+    assert answered.startswith(b"HTTP/1.1 431 ")
+    assert b"larger than 65536 bytes" in answered
+    assert answered.endswith(b'"code":"head_too_large"}}')
+    await client.leave()
+
+
+async def test_a_head_of_the_limit_is_served_and_one_byte_more_is_not(server: HttpServer) -> None:
+    for num_bytes, status in ((connection.MAX_HEAD_BYTES, b"200"), (connection.MAX_HEAD_BYTES + 1, b"431")):
+        client = await RawClient.connect(server)
+        head = GET + b"x: \r\n\r\n"
+        client.writer.write(head.replace(b"x: ", b"x: " + b"y" * (num_bytes - len(head))))
+        assert (await client.read_until(b"\r\n")).startswith(b"HTTP/1.1 %s " % status)
+        await client.leave()
+
+
+async def test_bodies_and_pipelined_heads_are_not_taken_for_a_large_head(server: HttpServer) -> None:
+    """They come at once: of more bytes than a head may have, and so is each body."""
+    body = b'{"prompt": "%s", "stream": true}' % (b"x" * 70_000)
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    chunk = b"%x\r\n%s\r\n0\r\nx-trailer: y\r\n\r\n" % (len(body), body)
+    client = await RawClient.connect(server)
+    client.writer.write(
+        (GET + b"x: " + b"y" * 1000 + b"\r\n\r\n") * 100
+        + post + b"content-length: %d\r\n\r\n" % len(body) + body
+        + post + b"transfer-encoding: chunked\r\n\r\n" + chunk
+        + GET + b"connection: close\r\n\r\n"
+    )  # fmt: skip
+    answered = await asyncio.wait_for(client.reader.read(), LIMIT_S)
+    assert answered.count(b"HTTP/1.1 200 ") == 103
+    assert answered.count(b"data: [DONE]") == 2
+    await client.leave()
+
+
+@pytest.mark.parametrize("flood", [b"1;", b"0\r\nx: ", b"0\r\n"], ids=["chunk extension", "trailer", "trailers"])
+async def test_a_chunked_body_collects_no_more_than_a_head(
+    router: ScriptedRouter, server: HttpServer, flood: bytes
+) -> None:
+    client = await RawClient.connect(server)
+    client.writer.write(b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + flood)
+    client.writer.write(b"x: y\r\n" * HUGE if flood == b"0\r\n" else b"y" * HUGE)
+    with contextlib.suppress(ConnectionError):  # it still sends
+        assert await asyncio.wait_for(client.reader.read(), LIMIT_S) == b""
+        await client.leave()
+    await idle(server)
+    assert router.requests == []
+
+
 async def test_nobody_is_hurried_while_an_answer_runs(router: ScriptedRouter, server: HttpServer) -> None:
     go_on = asyncio.Event()
     router.play(answer("Hello")[0], go_on)
