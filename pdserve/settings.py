@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from proto.settings import LogLevel, Name, Port, Settings, split_config
@@ -66,6 +66,14 @@ class StackSettings(Settings):
     start_timeout_s: float = Field(180.0, gt=0, description="how long each process may take to become ready")
     drain_timeout_s: int = Field(5, ge=0, description="how long running answers may take when the stack stops")
     log_level: LogLevel = Field("info", description="of all processes")
+
+    @model_validator(mode="after")
+    def _colocated_means_no_prefill_pods(self) -> Self:
+        if self.colocated and self.prefill and "prefill" in self.model_fields_set:
+            raise ValueError(
+                f"colocated and prefill = {self.prefill}: a colocated stack has no prefill pods: give one of them"
+            )
+        return self
 
     @classmethod
     def load(cls, argv: Sequence[str] | None = None) -> Self:

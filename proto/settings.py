@@ -49,6 +49,19 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return _NO_DEFAULT.sub("", action.help) if action.help else action.help
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML would silently take the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is there twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
 class Settings(BaseSettings):
     """Derive from this, set `section`, give each field a description, and call `load()` in `__main__`."""
 
@@ -102,14 +115,22 @@ def read_section(file: Path | str | None, section: str) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        content = yaml.safe_load(Path(file).read_text()) or {}
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.load(Path(file).read_text(), _Loader)
+    except (OSError, yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date such as 2026-99-99
         raise ConfigError(f"--config {file}: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict) or not isinstance(values := content.get(section) or {}, dict):
-        raise ConfigError(f"--config {file}: expected a mapping of sections, each a mapping of settings")
-    if unknown := [repr(name) for name in content if name not in SECTIONS]:
+    sections = _mapping(content, f"--config {file}: expected a mapping of sections")
+    if unknown := [repr(name) for name in sections if name not in SECTIONS]:
         raise ConfigError(f"--config {file}: unknown section {', '.join(unknown)}: known are {', '.join(SECTIONS)}")
-    return values
+    return _mapping(sections.get(section), f"--config {file}: section {section!r}: expected a mapping of settings")
+
+
+def _mapping(content: Any, complaint: str) -> dict[str, Any]:
+    """`content`, or an empty mapping where there is none. Raises ConfigError for anything else."""
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(complaint)
+    return content
 
 
 def describe(error: Any) -> str:

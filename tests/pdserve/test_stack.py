@@ -80,7 +80,7 @@ def test_pools_are_sized_independently() -> None:
 
 
 def test_colocated_has_no_prefill_pods() -> None:
-    assert list(by_name(plan("--colocated", "--prefill", "2"))) == ["registry", "decode-0", "router+gateway"]
+    assert list(by_name(plan("--colocated"))) == ["registry", "decode-0", "router+gateway"]
 
 
 def test_pods_accept_their_flags() -> None:
