@@ -106,8 +106,8 @@ class Generation(Generic[B]):
                     await self._stream(exchange, plan, answer, responses)
                 else:
                     await self._collect(exchange, answer, responses)
-        except PdserveError as error:
-            raise from_pdserve(error, plan.param(error.field)) from error
+        except InternalError as error:  # of what the router sent, not by it
+            raise from_pdserve(error) from error
 
     async def _plan(self, raw: bytes, request_id: str) -> Plan:
         """Raises ApiError. What is large is read on another thread, while the tokens of others go on."""
@@ -119,11 +119,13 @@ class Generation(Generic[B]):
         return self._endpoint.plan(parse(self._endpoint.body, raw), request_id)
 
     async def _responses(self, plan: Plan) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
-        """Every response of every call of `plan`. Raises InternalError when one ends without its last message."""
+        """Every response of every call of `plan`. Raises ApiError, and InternalError when one ends without its last
+        message.
+        """
         start = self._clock()
         name, counts = self._endpoint.name, self._metrics.tokens.counts
         unfinished = set(range(len(plan.calls)))
-        async with aclosing(merge([self._router.generate(call) for call in plan.calls])) as merged:
+        async with aclosing(merge([self._call(plan, choice) for choice in range(len(plan.calls))])) as merged:
             first = True
             async for index, response in merged:
                 if first:
@@ -137,6 +139,15 @@ class Generation(Generic[B]):
             raise InternalError(
                 f"the router ended {len(unfinished)} of {len(plan.calls)} answers without a finish reason"
             )
+
+    async def _call(self, plan: Plan, choice: int) -> AsyncGenerator[GenerateResponse, None]:
+        """Raises ApiError, which names the field as the client does."""
+        try:
+            async with aclosing(self._router.generate(plan.calls[choice])) as responses:
+                async for response in responses:
+                    yield response
+        except PdserveError as error:
+            raise from_pdserve(error, plan.param(error.field, choice)) from error
 
     async def _collect(
         self, exchange: Exchange, answer: Answer, responses: AsyncIterator[tuple[int, GenerateResponse]]

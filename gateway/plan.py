@@ -7,7 +7,7 @@ reproduced alone. A prompt of a list is answered exactly as it would be alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gateway.errors import invalid
 from gateway.requests import MAX_CHOICES, ChatBody, CompletionBody, GenerationBody
@@ -42,13 +42,15 @@ class Plan:
     logprobs: bool
     echo: bool = False
     names: Mapping[str, str] = field(default_factory=dict)  # the router's field -> the client's, where they differ
+    is_prompt_list: bool = False
 
-    def param(self, router_field: str) -> str | None:
-        """What the client calls `router_field`; None for no field."""
+    def param(self, router_field: str, choice: int) -> str | None:
+        """What the client calls `router_field` of a choice's call; None for no field."""
         name = router_field.removeprefix("sampling.").removeprefix("chat.")
         for theirs, ours in self.names.items():
             if name == theirs or name.startswith((f"{theirs}[", f"{theirs}.")):
-                return ours + name[len(theirs) :]
+                place = f"[{choice // self.n}]" if ours == "prompt" and self.is_prompt_list else ""
+                return ours + place + name[len(theirs) :]
         return name or None
 
 
@@ -73,7 +75,8 @@ def plan_completion(body: CompletionBody, request_id: str) -> Plan:
     _check_choices(len(body.prompts), body.n)
     prompts = [_prompt(prompt, echo=body.echo) for prompt in body.prompts]
     names = {"text": "prompt", "tokens.token_ids": "prompt", "tokens": "prompt"}
-    return _plan(body, prompts, request_id, max_tokens, body.logprobs, names, echo=body.echo)
+    plan = _plan(body, prompts, request_id, max_tokens, body.logprobs, names)
+    return replace(plan, echo=body.echo, is_prompt_list=body.is_prompt_list)
 
 
 def _plan(
@@ -83,7 +86,6 @@ def _plan(
     max_tokens: int | None,
     logprobs: int | None,
     names: Mapping[str, str],
-    echo: bool = False,
 ) -> Plan:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "'stream_options' is only allowed with 'stream' = true")
@@ -98,7 +100,6 @@ def _plan(
         include_usage=include_usage,
         continuous_usage=include_usage and options is not None and options.continuous_usage_stats,
         logprobs=logprobs is not None,
-        echo=echo,
         names=names,
     )
 

@@ -168,3 +168,7 @@ class CompletionBody(GenerationBody):
             return [self.prompt]
         ids = [part for part in self.prompt if isinstance(part, int)]
         return [ids] if ids else [part for part in self.prompt if not isinstance(part, int)]
+
+    @property
+    def is_prompt_list(self) -> bool:
+        return isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)

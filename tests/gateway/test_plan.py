@@ -88,8 +88,8 @@ def test_request_fields() -> None:
 def test_either_name_of_the_token_limit() -> None:
     assert chat(max_completion_tokens=5).calls[0].sampling.max_tokens == 5
     assert chat(max_completion_tokens=5, max_tokens=5).calls[0].sampling.max_tokens == 5
-    assert chat(max_tokens=5).param("sampling.max_tokens") == "max_tokens"
-    assert chat(max_completion_tokens=5).param("sampling.max_tokens") == "max_completion_tokens"
+    assert chat(max_tokens=5).param("sampling.max_tokens", 0) == "max_tokens"
+    assert chat(max_completion_tokens=5).param("sampling.max_tokens", 0) == "max_completion_tokens"
 
 
 def test_messages() -> None:
@@ -135,7 +135,7 @@ def test_without_a_seed_every_choice_draws_its_own() -> None:
     ],
 )
 def test_names_of_the_routers_fields_for_a_chat(field: str, param: str | None) -> None:
-    assert chat().param(field) == param
+    assert chat(n=2).param(field, 1) == param
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,17 @@ def test_names_of_the_routers_fields_for_a_chat(field: str, param: str | None) -
     [("text", "prompt"), ("tokens", "prompt"), ("tokens.token_ids[7]", "prompt[7]"), ("logprobs", "logprobs")],
 )
 def test_names_of_the_routers_fields_for_a_completion(field: str, param: str | None) -> None:
-    assert completion().param(field) == param
+    assert completion(n=2).param(field, 1) == param
+
+
+@pytest.mark.parametrize("prompt", [["hi", "ho"], [[1], [2]]])
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [("text", "prompt[1]"), ("tokens", "prompt[1]"), ("tokens.token_ids[7]", "prompt[1][7]"), ("top_k", "top_k")],
+)
+def test_names_of_the_routers_fields_in_a_list_of_prompts(prompt: list[Any], field: str, param: str) -> None:
+    plan = completion(prompt=prompt, n=3)
+    assert [plan.param(field, choice) for choice in (3, 4, 5)] == [param] * 3
 
 
 def test_usage_in_every_chunk_needs_usage_at_all() -> None:

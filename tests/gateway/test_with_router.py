@@ -156,7 +156,11 @@ async def test_choices_with_seeds_in_a_row_equal_those_asked_for_alone(client: A
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"prompt": ""}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": [[1], []]}, "prompt[1]"),
+    ({"prompt": [[1], [2, 600]]}, "prompt[1][1]"),
+    ({"prompt": ["ok", ""], "n": 2}, "prompt[1]"),
+    ({"prompt": ["b", "a" * 5000]}, "prompt[1]"),
     ({"prompt": [1, 512]}, "prompt[1]"),
     ({"prompt": "x" * 5000}, "prompt"),
     ({"max_tokens": 0}, "max_tokens"),
