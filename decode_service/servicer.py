@@ -17,9 +17,10 @@ from decode_service.stream import TokenStream
 from decode_service.table import DecodeTable, Entry, State
 from decode_service.token_server import TokenServer
 from engine.batch import EngineLoad, Reservation, TokenEvent
-from engine.sequence import SequenceSpec
+from engine.sequence import FinishReason, SequenceSpec
 from kvtransfer.puller import Puller
 from pod.kv_service import fetch_metadata
+from pod.messages import not_finite
 from pod.role import Owed, PodContext
 from pod.rpc import Context, rpc
 from pod.spec import cannot_run, check_duration_ms, parse_spec, refusal
@@ -268,7 +269,11 @@ class DecodeService(pods_pb2_grpc.DecodePodServicer):
         self._step += 1
         for event in events:
             entry = self.table.get(event.sequence_id)
-            if entry is not None and entry.state is State.DECODING:
+            if entry is None or entry.state is not State.DECODING:
+                continue
+            if event.finish_reason is FinishReason.FAILED:
+                self._fail(entry, not_finite(self._pod.plan.pod_id))
+            else:
                 self._deliver(entry, event)
         self.tokens.flush()
         self._queue.notify()

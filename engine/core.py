@@ -255,7 +255,9 @@ class EngineCore:
         reason = None
         for token in drawn:
             seq.append(token.token_id)
-            reason = self._finish_reason(seq.spec, seq.num_output, token.token_id)
+            reason = (
+                self._finish_reason(seq.spec, seq.num_output, token.token_id) if token.finite else FinishReason.FAILED
+            )
             events.append(_event(seq, token, reason, times, now))
             if reason is not None:
                 break

@@ -9,6 +9,7 @@ Every finite parameter gives a token: one extreme request must not fail the step
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -71,10 +72,10 @@ class Sampler:
 
     def sample(self, rows: Seq[Row]) -> list[SampledToken]:
         if all(map(_is_plain, rows)):
-            return list(map(SampledToken, self._greedy()))
+            return _marked(self.logits, list(map(SampledToken, self._greedy())))
         shaped = _shaped(self.logits, rows, self._eos_token_ids)
         sampler = self if shaped is self.logits else Sampler(shaped, self._eos_token_ids)
-        return _with_logprobs(self.logits, sampler._chosen(rows), rows)
+        return _marked(self.logits, _with_logprobs(self.logits, sampler._chosen(rows), rows))
 
     def _chosen(self, rows: Seq[Row]) -> list[int]:
         """From logits to which nothing is to be done any more but what a draw does."""
@@ -136,6 +137,18 @@ def _shapes_logits(row: Row) -> bool:
         or bool(p.logit_bias)
         or len(row.output_ids) < p.min_tokens
     )
+
+
+def _marked(logits: torch.Tensor, sampled: list[SampledToken]) -> list[SampledToken]:
+    """Those whose logits are not finite say so. A NaN within a model makes all logits NaN, that of the choice too."""
+    ids = torch.tensor([token.token_id for token in sampled], dtype=torch.int64, device=logits.device)
+    finite = logits.gather(1, ids.unsqueeze(1)).isfinite().flatten().tolist()
+    if all(finite) and not any(token.logprob is not None and math.isnan(token.logprob) for token in sampled):
+        return sampled  # as nearly always
+    return [
+        token._replace(finite=is_finite and not math.isnan(token.logprob or 0.0))
+        for token, is_finite in zip(sampled, finite, strict=True)
+    ]
 
 
 def _with_logprobs(logits: torch.Tensor, tokens: list[int], rows: Seq[Row]) -> list[SampledToken]:

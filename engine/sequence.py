@@ -14,7 +14,7 @@ from typing import NamedTuple
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
-    ABORTED = "aborted"
+    FAILED = "failed"  # the model gave logits that are not finite
 
 
 class SequenceState(enum.Enum):
@@ -64,11 +64,12 @@ class Logprob(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """One sampled token; `top` is empty unless logprobs were asked for."""
+    """One sampled token; `top` is empty unless logprobs were asked for. Not `finite`: its logits mean nothing."""
 
     token_id: int
     logprob: float | None = None
     top: tuple[Logprob, ...] = ()
+    finite: bool = True
 
 
 @dataclass(slots=True, eq=False)

@@ -52,7 +52,7 @@ class TextOffsets:
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, MIN_LOGPROB)
+    return max(MIN_LOGPROB, logprob)  # in this order also for NaN
 
 
 def raw_bytes(token: TokenOutput | TopLogprob) -> bytes:

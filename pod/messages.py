@@ -5,12 +5,21 @@ from __future__ import annotations
 from engine.batch import EngineLoad
 from engine.sequence import FinishReason, SampledToken
 from proto import common_pb2, registry_pb2
+from proto.errors import InternalError
 
 FINISH_REASONS: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+
+
+def not_finite(pod_id: str) -> InternalError:
+    """What a sequence that ended as FAILED is told; all others go on."""
+    return InternalError(
+        "the model gave logits that are not finite: its weights are damaged, or this input overflows them",
+        pod_id=pod_id,
+    )
 
 
 def describe_token(message: common_pb2.TokenOutput, token: SampledToken) -> None:

@@ -12,8 +12,8 @@ import logging
 import grpc.aio
 
 from engine.batch import EngineLoad, HeldBlocks, TokenEvent
-from engine.sequence import SequenceSpec
-from pod.messages import FINISH_REASONS, describe_token
+from engine.sequence import FinishReason, SequenceSpec
+from pod.messages import FINISH_REASONS, describe_token, not_finite
 from pod.role import Owed, PodContext
 from pod.rpc import Context, rpc
 from pod.spec import cannot_run, check_duration_ms, parse_spec
@@ -159,7 +159,11 @@ class PrefillService(pods_pb2_grpc.PrefillPodServicer):
     def on_events(self, events: list[TokenEvent]) -> None:
         for event in events:
             entry = self.table.get(event.sequence_id)
-            if entry is not None and not entry.first_token.done():
+            if entry is None or entry.first_token.done():
+                continue
+            if event.finish_reason is FinishReason.FAILED:
+                entry.first_token.set_exception(not_finite(self._pod.plan.pod_id))
+            else:
                 entry.first_token.set_result(event)
 
     def owed(self) -> Owed:

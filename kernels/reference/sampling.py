@@ -24,7 +24,8 @@ def prepared_sample(logits: torch.Tensor) -> ops.Sample:
 
     def compute(draws: ops.Draws) -> list[int]:
         scaled = logits.float() / torch.tensor(draws.temperature, dtype=torch.float32, device=logits.device)[:, None]
-        scaled.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(scaled.dtype).max, neginf=-torch.inf)
+        largest = torch.finfo(scaled.dtype).max
+        scaled.nan_to_num_(nan=-largest, posinf=largest, neginf=-torch.inf)  # a row without a number gives a token too
         ops.filter_logits(scaled, draws.top_k, draws.top_p, draws.min_p)
         token_ids: list[int] = ops.draw(torch.softmax(scaled, dim=-1), draws.uniforms).tolist()
         return token_ids

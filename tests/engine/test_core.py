@@ -297,6 +297,16 @@ class BrokenRunner:
         return self._failure() if self._num_batches == 2 else self._runner.execute(batch)
 
 
+def test_a_sequence_without_finite_logits_ends_alone() -> None:
+    pod = FakePod(16)
+    core = EngineCore(BrokenRunner(pod, lambda: [(SampledToken(0, finite=False),)]), pod.config)
+    core.add(spec("bad", range(4)))
+    assert [event.finish_reason for event in (*core.step(), *core.step())] == [None, FinishReason.FAILED]
+    core.check_invariants()
+    core.add(spec("next", range(4)))
+    assert [event.finish_reason for event in core.step()] == [None]
+
+
 def raise_it() -> list[tuple[SampledToken, ...]]:
     raise RuntimeError("the device is gone")
 

@@ -37,6 +37,19 @@ def test_a_row_without_samples_is_no_error() -> None:
     assert sample(torch.empty(0, 6), [], EOS) == []
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"num_logprobs": 1}, {"repetition_penalty": 1.5}])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_marked(number: float, params: dict[str, Any]) -> None:
+    logits = torch.tensor([LOGITS, [number] * len(LOGITS)])
+    good, bad = sample(logits, [row(**params), row(**params)], EOS)
+    assert good.finite
+    assert not bad.finite
+
+
+def test_a_single_nan_is_found_where_logprobs_are_asked_for() -> None:
+    assert not one(row(num_logprobs=1), [math.nan, *LOGITS[1:]]).finite
+
+
 @pytest.mark.parametrize(
     ("sample_row", "expected"),
     [

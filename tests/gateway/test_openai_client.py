@@ -182,7 +182,12 @@ def with_logprobs(request: GenerateRequest) -> list[Step]:
         pb.TokenOutput(
             logprob=-0.5, text="\ufffd", raw=b"\xc3", top_logprobs=[pb.TopLogprob(text="e", raw=b"e", logprob=-1)]
         ),
-        pb.TokenOutput(logprob=float("-inf"), text="\ufffd", raw=b"\xa9"),
+        pb.TokenOutput(
+            logprob=float("-inf"),
+            text="\ufffd",
+            raw=b"\xa9",
+            top_logprobs=[pb.TopLogprob(text="z", raw=b"z", logprob=float("nan"))],
+        ),
         token("x", logprob=-0.25, top={"x": -0.25, "y": -2.0}),
     ]
     for step, output in zip(steps, tokens, strict=True):
@@ -214,7 +219,7 @@ async def test_completion_logprobs_streamed_and_whole_agree(router: ScriptedRout
     assert whole.token_logprobs == [-0.5, -9999.0, -0.25]
     assert whole.top_logprobs == [
         {"e": -1.0, "bytes:\\xc3": -0.5},
-        {"bytes:\\xa9": -9999.0},
+        {"z": -9999.0, "bytes:\\xa9": -9999.0},
         {"x": -0.25, "y": -2.0},
     ]
     assert whole.text_offset == [0, 0, 1]

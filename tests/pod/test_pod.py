@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from engine.fake import FAKE_MODEL
+from engine.batch import Batch
+from engine.fake import FAKE_MODEL, FakeRunner
+from engine.sequence import SampledToken
 from pod import build
 from pod.errors import StartupError
 from pod.plan import PodPlan, resolve
@@ -95,6 +97,36 @@ async def test_a_crash_of_the_engine_fails_all_that_is_pending(
         error = client.received[sequence.sequence_id].error()
         assert isinstance(error, InternalError)
         assert "out of luck" in error.message
+
+
+class NotFiniteRunner(FakeRunner):
+    """On a prompt that begins with token 13."""
+
+    def execute(self, batch: Batch) -> list[tuple[SampledToken, ...]]:
+        drawn = zip(batch.sequences, super().execute(batch), strict=True)
+        return [tuple(t._replace(finite=s.prompt_ids[0] != 13) for t in tokens) for s, tokens in drawn]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_logits_that_are_not_finite_fail_their_sequence_alone(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(build, "FakeRunner", NotFiniteRunner)
+    pod = await cluster.start(role)
+    if role == "prefill":
+        client = cluster.client(pod)
+        with pytest.raises(InternalError, match="logits that are not finite"):
+            await client.prefill(spec([13]))
+        handoff = (await client.prefill(spec([14]))).handoff
+        assert await client.release_lease(handoff.lease_id)
+        return
+    client = await cluster.decode_client(pod)
+    bad, good = spec([13]), spec([14])
+    for sequence in (bad, good):
+        await client.start_decode(sequence)
+        await client.received[sequence.sequence_id].until_ended()
+    assert "logits that are not finite" in str(client.received[bad.sequence_id].error())
+    assert client.received[good.sequence_id].error() is None
 
 
 async def test_a_process_whose_engine_crashed_ends_with_1(cluster: Cluster) -> None:
