@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -207,13 +208,15 @@ async def test_a_read_that_fails_after_the_cancellation_is_no_unheard_error(
         raise nixlRemoteDisconnectError("gone")
 
     monkeypatch.setattr(faulty.decode.agent, "transfer", fail_late)
-    pull = asyncio.create_task(faulty.puller.pull(make_handoff([7], 4), [5], 0))
-    await asyncio.to_thread(posted.wait)
-    (read,) = [task for task in asyncio.all_tasks() if "Reader._read" in repr(task)]
-    pull.cancel()
-    await asyncio.sleep(0)
-    may_fail.set()
-    await cancelled(pull)
+    with ThreadPoolExecutor(1) as thread:
+        monkeypatch.setattr(faulty.puller, "_threads", thread)
+        pull = asyncio.create_task(faulty.puller.pull(make_handoff([7], 4), [5], 0))
+        await asyncio.to_thread(posted.wait)
+        (read,) = [task for task in asyncio.all_tasks() if "Reader._read" in repr(task)]
+        pull.cancel()
+        await asyncio.sleep(0)
+        may_fail.set()
+        await cancelled(pull)
     assert read.done()
     assert not read._log_traceback, "asyncio would log it when it is collected"
 
