@@ -57,7 +57,7 @@ class Reporter:
 
     def _line(self, event: ProcessEvent) -> None:
         if event.phase is Phase.READY:
-            self.say(f"  {event.name} ready after {event.seconds:.1f} s")
+            self.say(f"  {event.name} ready after {event.seconds:.1f} s  {event.detail}".rstrip())
         elif event.phase is Phase.DIED:
             first, *tail = event.detail.splitlines()
             self.say(f"! {event.name} {first}; starting it again in {event.seconds:.1f} s. Its last lines:")

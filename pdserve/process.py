@@ -164,6 +164,12 @@ def parse_fields(ready_line: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in ready_line.split() if "=" in word)
 
 
+def endpoint(ready_fields: Mapping[str, str]) -> str:
+    """As `127.0.0.1:5000  metrics http://127.0.0.1:5001/metrics`; what the child did not say is left out."""
+    metrics = f"metrics http://{ready_fields['metrics']}/metrics" if "metrics" in ready_fields else ""
+    return f"{ready_fields.get('address', '')}  {metrics}".strip()
+
+
 def _last_lines(log: BinaryIO, num_lines: int) -> str:
     log.seek(0, os.SEEK_END)
     log.seek(max(0, log.tell() - 16384))

@@ -1,7 +1,8 @@
 """Keeps a set of processes running: start in stages, restart what dies, stop in the reverse order.
 
-Whatever dies is restarted on the same command line, so on the same port, after a delay that doubles up to a limit. A
-process that dies before the whole set was ready is a failed start: everything is stopped and the reason is raised.
+Whatever dies is restarted on the same command line, so on the same ports where that names them, after a delay that
+doubles up to a limit. A process that dies before the whole set was ready is a failed start: everything is stopped and
+the reason is raised.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdserve.process import Process, ProcessFailed, ProcessSpec
+from pdserve.process import Process, ProcessFailed, ProcessSpec, endpoint
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 10.0
@@ -34,7 +35,7 @@ class ProcessEvent:
     name: str
     phase: Phase
     seconds: float = 0.0  # READY: how long the start took; DIED: until the restart
-    detail: str = ""  # DIED: how it ended, and the last lines of its log
+    detail: str = ""  # READY: where it listens; DIED: how it ended, and the last lines of its log
 
 
 @dataclass(slots=True)
@@ -80,7 +81,8 @@ class Supervisor:
         began = self._clock()
         self._on_event(ProcessEvent(process.spec.name, Phase.STARTING))
         await process.start(self._start_timeout_s)
-        self._on_event(ProcessEvent(process.spec.name, Phase.READY, self._clock() - began))
+        where = endpoint(process.ready_fields)
+        self._on_event(ProcessEvent(process.spec.name, Phase.READY, self._clock() - began, where))
 
     async def run(self) -> None:
         """Restarts whatever dies; returns only by cancellation."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +10,7 @@ from rich.table import Table
 from pdserve.console import Reporter
 from pdserve.launcher import Stack, run_directory, run_stack
 from pdserve.prepare import prepare
-from pdserve.process import INTERRUPTED
+from pdserve.process import INTERRUPTED, endpoint
 from pdserve.settings import UpSettings
 
 
@@ -34,15 +33,12 @@ def endpoints(stack: Stack) -> Table:
     plan = stack.plan
     grid = Table.grid(padding=(0, 2))
     grid.add_row("OpenAI HTTP", f"http://{plan.http_address}/v1")
-    grid.add_row("router gRPC", f"{plan.router_address}  {_metrics(stack.ready_fields(plan.router_process))}")
+    router = {**stack.ready_fields(plan.router_process), "address": plan.router_address}
+    grid.add_row("router gRPC", endpoint(router))
     for process in stack.supervisor.processes:
         if "role" in process.ready_fields:
-            grid.add_row(process.spec.name, f"{process.ready_fields['address']}  {_metrics(process.ready_fields)}")
+            grid.add_row(process.spec.name, endpoint(process.ready_fields))
     grid.add_row("registry", plan.registry_url)
     grid.add_row("logs", str(stack.log_dir))
     grid.add_row("stop", "Ctrl-C")
     return grid
-
-
-def _metrics(ready_fields: Mapping[str, str]) -> str:
-    return f"metrics http://{ready_fields['metrics']}/metrics"

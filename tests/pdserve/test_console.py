@@ -16,9 +16,11 @@ def test_lines_where_there_is_no_terminal() -> None:
     with reporter.starting():
         reporter(ProcessEvent("router", Phase.STARTING))
         reporter(ProcessEvent("router", Phase.READY, 1.25))
+        reporter(ProcessEvent("decode-0", Phase.READY, 1.25, "127.0.0.1:1"))
     reporter(ProcessEvent("router", Phase.DIED, 0.5, "was killed by SIGKILL\nlast [words]"))
     assert out.getvalue().splitlines() == [
         "  router ready after 1.2 s",
+        "  decode-0 ready after 1.2 s  127.0.0.1:1",
         "! router was killed by SIGKILL; starting it again in 0.5 s. Its last lines:",
         "    last [words]",
     ]

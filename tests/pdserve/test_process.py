@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.process import SHIM, Process, ProcessFailed, parse_fields
+from pdserve.process import SHIM, Process, ProcessFailed, endpoint, parse_fields
 from tests.pdserve import scripts
 
 START_S = 20.0
@@ -94,3 +94,16 @@ async def test_a_child_whose_launcher_is_gone_already_does_not_run() -> None:
 def test_fields_of_a_ready_line() -> None:
     assert parse_fields("READY gateway address=[::1]:80") == {"address": "[::1]:80"}
     assert parse_fields("Ready to accept connections") == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("READY role=x address=127.0.0.1:1 metrics=127.0.0.1:2", "127.0.0.1:1  metrics http://127.0.0.1:2/metrics"),
+        ("READY front router=127.0.0.1:1 metrics=127.0.0.1:2", "metrics http://127.0.0.1:2/metrics"),
+        ("READY gateway address=127.0.0.1:1", "127.0.0.1:1"),
+        ("Ready to accept connections", ""),
+    ],
+)
+def test_where_a_child_listens(line: str, said: str) -> None:
+    assert endpoint(parse_fields(line)) == said

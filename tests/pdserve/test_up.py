@@ -188,7 +188,10 @@ async def test_a_run_directory_in_use_is_refused(run_dir: Path) -> None:
         assert (process.returncode, out) == (2, b"")
         assert err.decode() == (f"error: --run-dir {run_dir}: another stack runs in it: stop that, or pass another\n")
         launched.children["decode_service"].kill()
-        await launched.said("  decode-0 ready after")
+        await launched.said("! decode-0 was killed")
+        metrics = (await launched.said("  decode-0 ready after")).split()[-1]
+        async with httpx.AsyncClient() as http:
+            assert "pdserve_sequences_running" in (await http.get(metrics)).text
         assert await retried(launched) == [197, 276, 356]
 
 
