@@ -17,7 +17,10 @@ from proto.decoding import RefuseUndecodable
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 POD_PATIENCE_S = 4  # with a peer that does not answer pings, which go out every 2 s
-ROUTER_PATIENCE_S = 15  # what a pod does another can do; a router that stood still goes on with what it alone knows
+CALLER_PATIENCE_S = 5  # with a caller, pinged every 5 s: one that vanished or froze is cut off, its calls cancelled
+# Between a router and its gateways, either way: what a pod does another can do, but a router or a gateway that stood
+# still goes on with what it alone has.
+ROUTER_PATIENCE_S = 15
 
 # A reconnect is tried after 0.1 s so that a restarted peer is found soon.
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -34,9 +37,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a taken port is an error, not a second owner
-    ("grpc.keepalive_time_ms", 5000),  # a caller that vanished or froze is cut off within 10 s, its calls cancelled
-    ("grpc.keepalive_timeout_ms", 5000),
-    ("grpc.http2.ping_timeout_ms", 5000),
+    ("grpc.keepalive_time_ms", 5000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -44,17 +45,21 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 
 
 def channel(address: str, patience_s: float = POD_PATIENCE_S) -> grpc.aio.Channel:
-    patience_ms = int(patience_s * 1000)
-    # grpc 1.85 heeds the latter: without it a frozen peer is kept for 60 s
-    patience = [("grpc.keepalive_timeout_ms", patience_ms), ("grpc.http2.ping_timeout_ms", patience_ms)]
-    return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *patience])
+    return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *_patience(patience_s)])
+
+
+def _patience(seconds: float) -> list[tuple[str, int]]:
+    """grpc 1.85 heeds the latter: without it a frozen peer is kept for 60 s."""
+    patience_ms = int(seconds * 1000)
+    return [("grpc.keepalive_timeout_ms", patience_ms), ("grpc.http2.ping_timeout_ms", patience_ms)]
 
 
 class Server:
     """A grpc.aio server with health and reflection. Register servicers on `.grpc`, then `start()`."""
 
-    def __init__(self, service_names: Iterable[str]) -> None:
-        self.grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RefuseUndecodable()])
+    def __init__(self, service_names: Iterable[str], patience_s: float = CALLER_PATIENCE_S) -> None:
+        options = [*SERVER_OPTIONS, *_patience(patience_s)]
+        self.grpc = grpc.aio.server(options=options, interceptors=[RefuseUndecodable()])
         self.port = 0
         self._health = health.aio.HealthServicer()
         self._names = tuple(service_names)

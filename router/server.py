@@ -10,7 +10,7 @@ from random import Random
 from proto import inference_pb2, inference_pb2_grpc
 from proto.errors import PdserveError, abort
 from proto.metrics_server import MetricsServer
-from proto.service import Server
+from proto.service import ROUTER_PATIENCE_S, Server
 from router.cluster import Cluster
 from router.gateway_stream import Context, GatewayStream, serve
 from router.inference import Inference
@@ -112,7 +112,7 @@ class Router:
         )
         self.inference = Inference(self.services, self.requests)
         self._service = InferenceService(self.inference)
-        self._server = Server([SERVICE_NAME])
+        self._server = Server([SERVICE_NAME], ROUTER_PATIENCE_S)
         self._pods_changed = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
         self._metrics_server = MetricsServer(self.metrics.registry)

@@ -11,7 +11,9 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from decode_service import stream
@@ -22,6 +24,7 @@ from proto.settings import ConfigError
 from router.client import RouterClient
 from router.gateway_client import GatewayClient
 from router.model import ModelError, load_model
+from router.server import Router
 from router.settings import RouterSettings
 from router.snapshot import DECODE
 from tests.router.support import Outcome, Stack, long_running, running_router, until
@@ -245,6 +248,21 @@ async def test_a_frozen_router_is_cut_off_and_comes_back(cluster: Cluster, monke
 def test_clients_wait_for_a_router_for_longer_than_its_pods_do() -> None:
     """It goes on with all that it has when it comes back, if they are still there."""
     assert stream.MAX_SILENT_BEATS * stream.HEARTBEAT_S < ROUTER_PATIENCE_S
+
+
+async def test_a_router_waits_for_its_gateways_for_as_long_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not what ends the answers of a gateway that stood still."""
+    options: dict[str, object] = {}
+    make = grpc.aio.server
+
+    def record(**given: Any) -> grpc.aio.Server:
+        options.update(given["options"])
+        return make(**given)
+
+    monkeypatch.setattr(grpc.aio, "server", record)
+    Router(RouterSettings.model_validate({"model": "fake"}))
+    patience_ms = 1000 * ROUTER_PATIENCE_S
+    assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == patience_ms
 
 
 async def read(client: RouterClient, request: inference_pb2.GenerateRequest, outcome: Outcome) -> None:
