@@ -16,16 +16,18 @@ import json
 import os
 import shutil
 from collections.abc import Container, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from engine.batch import ModelInfo
 from engine.config_fields import CheckpointError, read_json
+from engine.content_digest import content_digest
 from engine.gguf_convert import CONVERTER_VERSION, ProgressCallback, convert
 from engine.kv_format import CHOSEN_KV_DTYPES
 from engine.model_config import read_config
 from engine.quantization import BYTES_PER_WEIGHT, GPTQ_SUFFIX, check_quantization, quantized_revision
-from engine.safetensors_file import TensorEntry, read_header, sampled_digest, shard_files
+from engine.safetensors_file import TensorEntry, read_header, shard_files
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -100,16 +102,24 @@ def model_info(model_dir: Path, dtype: str, *, kv_dtype: str = "auto", quantizat
 
 
 def weights_revision(model_dir: Path) -> str:
-    """16 hex digits that are equal for equal checkpoints, wherever they lie.
+    """16 hex digits of config.json and of every byte of the weights: equal for equal checkpoints, wherever they lie.
 
-    Covers config.json and, for each shard, its name, size and up to 4 MiB of it in evenly spaced chunks, the header
-    among them (`sampled_digest`): it tells models and revisions apart in milliseconds and is no checksum of every byte.
+    Reads all weights the first time, several files at once (content_digest.py). Raises CheckpointError.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update((model_dir / "config.json").read_bytes())
-    for shard in shard_files(model_dir):
-        digest.update(shard.name.encode() + b"\0" + sampled_digest(shard))
+    shards = shard_files(model_dir)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for shard, content in zip(shards, pool.map(_content_digest, shards), strict=True):
+            digest.update(shard.name.encode() + b"\0" + content)
     return digest.hexdigest()
+
+
+def _content_digest(file: Path) -> bytes:
+    try:
+        return content_digest(file, cache_dir().parent / "digests")
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def resolve_dtype(name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -199,7 +209,7 @@ def packaged_gguf(name: str) -> Path:
 def _converted(source: Path, name: str, progress: ProgressCallback, quantization: str) -> Path:
     """The cache's directory for `source`, made now when it is not there."""
     keep_blocks = quantization == "gguf"
-    key = hashlib.blake2b(b"%d" % CONVERTER_VERSION + sampled_digest(source), digest_size=6).hexdigest()
+    key = hashlib.blake2b(b"%d" % CONVERTER_VERSION + _content_digest(source), digest_size=6).hexdigest()
     target = cache_dir() / (f"{name}-{key}-blocks" if keep_blocks else f"{name}-{key}")
     if target.is_dir():
         return _checked_directory(target, quantization)

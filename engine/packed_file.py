@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -65,6 +66,12 @@ def packed_file(model_dir: Path, config: ModelConfig, quantization: str, in_pane
     except CheckpointError as error:
         _log.warning("%s. Each pod keeps its own copy in memory instead.", error)
         return None
+
+
+def forget(file: Path) -> None:
+    """Removes the file of a checkpoint that cannot be loaded: hundreds of megabytes that nothing would ever map."""
+    with suppress(OSError):  # of a cache that is read only
+        file.unlink()
 
 
 def _made(model_dir: Path, kind: str, version: int, write: Callable[[_Checkpoint, Path], None]) -> Path:

@@ -1,11 +1,10 @@
-"""safetensors files without torch: checked headers, a cheap digest, and a writer that holds one tensor at a time.
+"""safetensors files without torch: checked headers, and a writer that holds one tensor at a time.
 
 A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import struct
@@ -31,8 +30,6 @@ GIVEN_AS = {  # to write_tensors
     "U8": (np.uint8,),
     "I8": (np.int8,),
 }
-SAMPLE_BYTES = 64 << 10
-SAMPLES_PER_FILE = 64
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype as in the header, shape
 
@@ -93,21 +90,6 @@ def _read_raw_header(file: Path) -> tuple[bytes, int]:
     if len(header) != length:
         raise CheckpointError(f"{file} is cut short or no safetensors file: copy it again")
     return header, 8 + length
-
-
-def sampled_digest(file: Path) -> bytes:
-    """32 bytes over `file`'s size, its first chunk and evenly spaced ones, the last included.
-
-    Reads at most 4 MiB whatever the size. It tells checkpoints apart; it is no proof against tampering.
-    """
-    size = file.stat().st_size
-    digest = hashlib.blake2b(struct.pack("<Q", size), digest_size=32)
-    last = max(size - SAMPLE_BYTES, 0)
-    with file.open("rb") as f:
-        for offset in sorted({last * i // (SAMPLES_PER_FILE - 1) for i in range(SAMPLES_PER_FILE)}):
-            f.seek(offset)
-            digest.update(f.read(SAMPLE_BYTES))
-    return digest.digest()
 
 
 def write_tensors(

@@ -18,7 +18,7 @@ from engine.checkpoint import EMBEDDING, HEAD, head_name
 from engine.config_fields import CheckpointError
 from engine.families import ExpertNames
 from engine.model_config import ExpertsConfig, LayerConfig, ModelConfig
-from engine.packed_file import PackedFile, packed_file
+from engine.packed_file import PackedFile, forget, packed_file
 from engine.quantization import check_quantization
 from engine.shard import WHOLE, Shard
 from engine.stored_tensors import StoredTensors
@@ -96,6 +96,15 @@ def load_weights(
     check_quantization(quantization, config.quantization, str(model_dir))
     packed = packed_file(model_dir, config, quantization, in_panels)
     reader = _Reader(model_dir, TORCH_DTYPES[dtype], config.family.norm_weight_offset, packed, in_panels)
+    try:
+        return _load(reader, config, shard)
+    except CheckpointError:
+        if packed:
+            forget(packed)
+        raise
+
+
+def _load(reader: _Reader, config: ModelConfig, shard: Shard) -> ModelWeights:
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = reader.matrix(EMBEDDING, (vocab, hidden))
     return ModelWeights(
@@ -105,7 +114,7 @@ def load_weights(
         ),
         final_norm=reader.norm("model.norm", hidden),
         head=_load_head(reader, embedding, config.tie_word_embeddings, shard.words(vocab)),
-        dtype=TORCH_DTYPES[dtype],
+        dtype=reader.dtype,
     )
 
 
@@ -217,7 +226,7 @@ class _Reader:
         self, model_dir: Path, dtype: torch.dtype, norm_weight_offset: float, packed: Path | None, in_panels: bool
     ) -> None:
         self._stored = StoredTensors(model_dir)
-        self._dtype = dtype
+        self.dtype = dtype
         self._norm_weight_offset = norm_weight_offset
         self._packed = None if packed is None else PackedFile(packed)
         self._in_panels = in_panels
@@ -233,7 +242,7 @@ class _Reader:
             for run in _joined(rows.wanted)
         ]
         if len(set(map(kind_of, parts))) > 1:
-            parts = [self.arranged(_widened(part, self._dtype)) for part in parts]
+            parts = [self.arranged(_widened(part, self.dtype)) for part in parts]
         biases = [
             self.vector(f"{name}.bias", rows.total)[run.start : run.stop]
             for name, rows in projections.items()
@@ -278,17 +287,17 @@ class _Reader:
     def _cut(self, whole: torch.Tensor, rows: range, columns: range) -> torch.Tensor:
         """These rows and columns: a view when they have our dtype or bfloat16, else a converted copy."""
         tensor = whole[rows.start : rows.stop, columns.start : columns.stop]
-        tensor = tensor if tensor.dtype == torch.bfloat16 else tensor.to(self._dtype)
+        tensor = tensor if tensor.dtype == torch.bfloat16 else tensor.to(self.dtype)
         _fetch_pages(tensor)
         return tensor
 
     def vector(self, name: str, size: int) -> torch.Tensor:
-        return self._tensor(name, (size,)).to(self._dtype)
+        return self._tensor(name, (size,)).to(self.dtype)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         """The factors of an RMSNorm, with the family's offset added in float32."""
         weight = self._tensor(f"{name}.weight", (size,))
-        return (weight.float() + self._norm_weight_offset).to(self._dtype)
+        return (weight.float() + self._norm_weight_offset).to(self.dtype)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A view of the mapped file."""

@@ -10,7 +10,14 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from engine.checkpoint import CheckpointError, estimate_memory_bytes, model_info, resolve_dtype, resolve_model
+from engine.checkpoint import (
+    CheckpointError,
+    estimate_memory_bytes,
+    model_info,
+    resolve_dtype,
+    resolve_model,
+    weights_revision,
+)
 from engine.gguf_convert import ProgressCallback
 from engine.model_config import read_config
 from engine.shard import check_tensor_parallel
@@ -36,6 +43,8 @@ def prepare_model(
     try:
         path = resolve_with_progress(name, reporter, quantization)
         check_tensor_parallel(read_config(path), tensor_parallel)
+        with reporter.working("reading the weights (once)"):
+            weights_revision(path)  # of a large model many seconds, which each pod would take for itself
         known_dtype = resolve_dtype(dtype or "auto")
         return Model(str(path), estimate_memory_bytes(path, known_dtype, tensor_parallel, quantization))
     except (CheckpointError, ValueError) as error:

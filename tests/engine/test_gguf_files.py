@@ -104,6 +104,16 @@ def test_a_gguf_file_is_converted_once_and_again_when_its_content_changes(user_c
     assert weights_revision(second) != weights_revision(first)
 
 
+def test_a_gguf_file_with_another_byte_is_converted_again(user_cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2))
+    first = resolve_model(str(file))
+    content = bytearray(file.read_bytes())
+    content[-len(content) // 3] ^= 1
+    file.write_bytes(content)
+    assert resolve_model(str(file)) != first
+
+
 def test_a_conversion_that_fails_leaves_nothing_behind(
     user_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

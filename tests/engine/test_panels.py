@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine import packed_file
 from engine.checkpoint import cache_dir
@@ -147,3 +148,25 @@ def test_another_shape_than_the_config_says_is_named(bfloat16_model: Path) -> No
     for shape in ((hidden, inner + 1), (hidden + PANEL, inner)):
         with pytest.raises(CheckpointError, match=r"packed has shape .*; config\.json calls for"):
             packed_file.PackedFile(file).matrix(name, shape)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_leaves_no_file(bfloat16_model: Path) -> None:
+    tensors = load_file(bfloat16_model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, bfloat16_model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm"):
+        load(bfloat16_model)
+    assert not list(packed_folder().glob("*.safetensors"))
+
+
+def test_a_copy_with_other_weights_has_a_file_of_its_own(bfloat16_model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "m"
+    shutil.copytree(bfloat16_model, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] += 1
+    save_file(tensors, other / "model.safetensors")
+    first, second = load(bfloat16_model).layers[0].mlp, load(other).layers[0].mlp
+    assert isinstance(first, MlpWeights)
+    assert isinstance(second, MlpWeights)
+    assert not torch.equal(values_of(first.down), values_of(second.down))
+    assert len(list(packed_folder().glob("*.safetensors"))) == 2
