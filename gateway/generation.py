@@ -189,9 +189,11 @@ def _adopt_request_id(exchange: Exchange) -> str:
 
 def _check_headers(exchange: Exchange) -> None:
     kind = exchange.headers.get("content-type", "application/json")
-    if kind.partition(";")[0].strip().lower() != "application/json":
+    if not _is_json(kind):
         raise ApiError(
-            415, f"Content-Type {kind[:100]!r} is not supported; send application/json", code="unsupported_media_type"
+            415,
+            f"Content-Type {kind[:100]!r} is not supported; send application/json, in UTF-8",
+            code="unsupported_media_type",
         )
     coding = exchange.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
@@ -200,3 +202,10 @@ def _check_headers(exchange: Exchange) -> None:
             f"Content-Encoding {coding[:100]!r} is not supported; send the body as it is",
             code="unsupported_encoding",
         )
+
+
+def _is_json(content_type: str) -> bool:
+    """Whether it is of JSON in UTF-8, of which ASCII is a part."""
+    media_type, *parameters = (part.strip().lower() for part in content_type.split(";"))
+    charsets = [value.strip('"') for name, _, value in (p.partition("=") for p in parameters) if name == "charset"]
+    return media_type == "application/json" and {"utf-8", "utf8", "us-ascii"}.issuperset(charsets)

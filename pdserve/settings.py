@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from proto.settings import LogLevel, Name, Port, Settings, split_config
+from proto.settings import Address, LogLevel, ModelName, Name, Port, Settings, split_config
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ROUTER_PORT = 50051
@@ -30,7 +30,7 @@ class StackSettings(Settings):
     model: str = Field(
         DEFAULT_MODEL, min_length=1, description="a known model name, a Hugging Face directory or a GGUF file"
     )
-    served_model_name: str = Field("", description="the model's name in the APIs; empty: its own")
+    served_model_name: ModelName = Field("", description="the model's name in the APIs; empty: its own")
     engine: Literal["torch", "fake"] = Field(
         "torch", description="fake needs no model; its answers can be computed by hand"
     )
@@ -115,7 +115,7 @@ class ExplainSettings(Settings):
     model_config = SettingsConfigDict(cli_prog_name="python -m pdserve explain")
 
     request_id: CliPositionalArg[str] = Field("", description="as in the answer's id; empty: the last request")
-    router: str = Field(f"127.0.0.1:{ROUTER_PORT}", description="host:port of the router's gRPC server")
+    router: Address = Field(f"127.0.0.1:{ROUTER_PORT}", description="host:port of the router's gRPC server")
 
 
 class ModelSettings(Settings):

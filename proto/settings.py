@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -28,10 +28,26 @@ from pydantic_settings import (
 # Of all processes, since they share a file: a misspelt section would otherwise be ignored by each of them.
 SECTIONS = ("pdserve", "pod", "router", "gateway", "explain", "model", "doctor")
 
+
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not re.fullmatch(r"\S+", host) or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        raise ValueError("must be HOST:PORT, such as 127.0.0.1:50051")
+    return value
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("must hold printable characters only")
+    return value
+
+
 # What several processes have among their settings.
 Port = Annotated[int, Field(ge=0, le=65535)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]  # of a deployment or a pod: a part of a registry key
+Address = Annotated[str, AfterValidator(_address)]  # of another process
+ModelName = Annotated[str, Field(max_length=256), AfterValidator(_printable)]  # as clients write it
 
 _SIZE = "must be a number of bytes with or without a unit, such as 512MiB or 2GiB"
 _PLAINER = {"extra_forbidden": "no such setting", "byte_size": _SIZE, "byte_size_unit": _SIZE}  # than pydantic's words

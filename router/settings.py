@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from proto.settings import LogLevel, Name, Port, Settings
+from proto.settings import LogLevel, ModelName, Name, Port, Settings
 
 
 class RouterSettings(Settings):
@@ -18,7 +18,7 @@ class RouterSettings(Settings):
     cluster: Name = Field("default", description="name of the deployment")
     registry_url: str = Field("redis://127.0.0.1:6379/0", description="URL of the Redis-protocol registry")
     model: str = Field(min_length=1, description="the pods' model directory (for its tokenizer), or 'fake'")
-    served_model_name: str = Field("", max_length=256, description="what clients ask for; empty: the model's own name")
+    served_model_name: ModelName = Field("", description="what clients ask for; empty: the model's own name")
     queue_wait_s: float = Field(5.0, ge=0, le=3600, description="how long a request without a deadline waits for room")
     resume_wait_s: float = Field(
         30.0, ge=0, le=3600, description="likewise one whose pod was lost, if that is longer: a pod may be restarting"

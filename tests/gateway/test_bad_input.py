@@ -186,6 +186,13 @@ BAD_BODIES: list[tuple[bytes, str]] = [
 ]
 
 
+async def test_of_a_key_that_is_repeated_the_last_value_counts(
+    router: ScriptedRouter, app_client: httpx.AsyncClient
+) -> None:
+    await app_client.post(COMPLETIONS, content=b'{"prompt": 5, "prompt": "hi"}')
+    assert [request.text for request in router.requests] == ["hi"]
+
+
 async def test_bodies_that_are_no_json_object(router: ScriptedRouter, app_client: httpx.AsyncClient) -> None:
     for body, words in BAD_BODIES:
         response = await app_client.post(COMPLETIONS, content=body)
@@ -237,6 +244,8 @@ async def test_an_error_quotes_no_more_than_a_kilobyte(app_client: httpx.AsyncCl
     [
         ({"content-type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"),
         ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        ({"content-type": "application/json; charset=utf-16"}, 415, "unsupported_media_type"),
+        ({"content-type": 'application/json; q=1; CHARSET="latin1"'}, 415, "unsupported_media_type"),
         ({"content-encoding": "gzip"}, 415, "unsupported_encoding"),
         ({"x-request-id": "x" * 257}, 400, "invalid_header"),
         ({"x-request-id": "tab\tbed"}, 400, "invalid_header"),
@@ -248,7 +257,9 @@ async def test_bad_headers(app_client: httpx.AsyncClient, headers: dict[str, str
     assert check_shape(response)["code"] == code
 
 
-@pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=utf-8", None])
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "Application/JSON; charset=utf-8", 'application/json;Charset="UTF-8"', None]
+)
 async def test_good_content_types(app_client: httpx.AsyncClient, content_type: str | None) -> None:
     headers = {"content-type": content_type} if content_type else {}
     response = await app_client.post(COMPLETIONS, content=b'{"prompt": "hi"}', headers=headers)

@@ -87,6 +87,7 @@ async def test_a_bad_setting_is_named() -> None:
     bad = {
         ("--port", "70000"): "'port' = '70000'",
         ("--max-body-bytes", "0"): "max_body_bytes",
+        ("--router", ""): "'router' = ''",
         ("--nope", "1"): "nope",
     }
     for (code, said), words in zip(

@@ -11,6 +11,8 @@ from pod.settings import PodSettings
 from proto.settings import ConfigError, Settings
 from router.settings import RouterSettings
 
+ADDRESS = "must be HOST:PORT, such as 127.0.0.1:50051"
+PRINTABLE = "must hold printable characters only"
 SIZE = "must be a number of bytes with or without a unit, such as 512MiB or 2GiB"
 
 
@@ -29,12 +31,28 @@ SIZE = "must be a number of bytes with or without a unit, such as 512MiB or 2GiB
         ),
         (UpSettings, ["--kv-memory", "abc"], f"setting 'kv_memory' = 'abc': {SIZE}"),
         (UpSettings, ["--kv-memory", "5 parsecs"], f"setting 'kv_memory' = '5 parsecs': {SIZE}"),
+        (UpSettings, ["--served-model-name", "a\nb"], f"setting 'served_model_name' = 'a\\nb': {PRINTABLE}"),
+        (
+            RouterSettings,
+            ["--model", "fake", "--served-model-name", "\0"],
+            f"setting 'served_model_name' = '\\x00': {PRINTABLE}",
+        ),
+        *(
+            (settings, ["--router", address], f"setting 'router' = {address!r}: {ADDRESS}")
+            for settings in (GatewaySettings, ExplainSettings)
+            for address in ("", "foo", "foo:bar", ":50051", "foo:", "foo:70000", "foo:0", "foo bar:1", "foo:1\n")
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_plain_line(settings: type[Settings], argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         settings.load(argv)
     assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:65535", "router:50051", "router.ns.svc.cluster.local:50051"])
+def test_addresses_of_a_router(address: str) -> None:
+    assert GatewaySettings.load(["--router", address]).router == address
 
 
 @pytest.mark.parametrize("settings", [PodSettings, *COMMANDS.values(), RouterSettings, GatewaySettings])
