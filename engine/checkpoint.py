@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,7 @@ DTYPES = {"float32": 4, "bfloat16": 2}  # name -> bytes
 NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's
 SOURCE_NAME = "source.json"
 EMBEDDING = "model.embed_tokens.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEAD = "lm_head"  # a linear: without suffix
 CACHE_HINT = "XDG_CACHE_HOME may name a directory that can be written"
 # Python, torch and its thread pools, measured at 0.3 GB, and activations of one step, which max_batched_tokens bounds
@@ -189,10 +191,22 @@ def model_name(model_dir: Path) -> str:
 
 def _checked_directory(path: Path, quantization: str) -> Path:
     """`path` when it holds a whole supported checkpoint. Raises CheckpointError."""
-    check_quantization(quantization, read_config(path).quantization, str(path))
+    config = read_config(path)
+    check_quantization(quantization, config.quantization, str(path))
     for shard in shard_files(path):
-        read_header(shard)
+        _check_layers(shard, config.num_layers, path)
     return path
+
+
+def _check_layers(shard: Path, num_layers: int, model_dir: Path) -> None:
+    """Raises CheckpointError for layers that would be left out."""
+    layers = (_LAYER.match(name) for name in read_header(shard))
+    num_stored = max((int(layer[1]) + 1 for layer in layers if layer), default=0)
+    if num_stored > num_layers:
+        config = model_dir / "config.json"
+        raise CheckpointError(
+            f"{config}: num_hidden_layers = {num_layers}: must be at least {num_stored}, as {shard.name} has layers"
+        )
 
 
 def packaged_gguf(name: str) -> Path:

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from engine import page_cache
 from engine.checkpoint import CACHE_HINT, HEAD, cache_dir, head_name, locked, model_name, weights_revision
@@ -33,7 +32,7 @@ from engine.quantization import QUANTIZER_VERSION, StoredQuantization
 from engine.quantize import quantize_int4, quantize_int8
 from engine.safetensors_file import Layout, read_header, write_tensors
 from engine.stored_quantization import read_stored, stored_names
-from engine.stored_tensors import StoredTensors
+from engine.stored_tensors import StoredTensors, opened
 from kernels.checks import check_shape
 from kernels.linear import Part
 from kernels.panels import PanelMatrix, pack, panel_shape
@@ -120,7 +119,7 @@ class PackedFile:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._entries = read_header(file)
-        self._opened: Any = safe_open(file, framework="pt")
+        self._opened = opened(file)
 
     def __contains__(self, name: str) -> bool:
         return f"{name}.packed" in self._entries or f"{name}.{_PLAIN}" in self._entries

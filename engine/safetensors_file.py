@@ -22,7 +22,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 DATA_ALIGNMENT_BYTES = 64  # the header is padded so that mapped tensors start on a cache line
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1}
+FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+DTYPE_BYTES = FLOAT_BYTES | {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 GIVEN_AS = {  # to write_tensors
     "F32": (np.float32,),
     "F16": (np.float16,),
@@ -74,11 +75,34 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             if name != "__metadata__"
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{file} has a malformed header ({error!r}): copy it again") from None
+        raise CheckpointError(f"{file} has a malformed header ({_brief(error)}): copy it again") from None
+    _check_extent(file, entries, data_start)
+    return entries
+
+
+def _brief(error: Exception) -> str:
+    """One that quotes the bytes it could not read quotes all of them."""
+    return f"byte {error.start}: {error.reason}" if isinstance(error, UnicodeDecodeError) else repr(error)
+
+
+def _check_extent(file: Path, entries: Mapping[str, TensorEntry], data_start: int) -> None:
+    """As the format has it, tensors cover the data without gaps. Raises CheckpointError."""
     needed = data_start + max((e.end for e in entries.values()), default=0)
     if (size := file.stat().st_size) < needed:
         raise CheckpointError(f"{file} is cut short: {size:,} of {needed:,} bytes are there: copy it again")
-    return entries
+    if size > needed:
+        raise CheckpointError(f"{file} has {size - needed:,} bytes after its last tensor: copy it again")
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != end:
+            raise CheckpointError(
+                f"{file}: {name} begins at byte {entry.start:,} of the data, not {end:,}: copy it again"
+            )
+        end = entry.end
+        num_bytes = entry.num_elements * DTYPE_BYTES.get(entry.dtype, 0)
+        if num_bytes not in (0, end - entry.start):
+            what = f"{entry.dtype} of shape {entry.shape}"
+            raise CheckpointError(f"{file}: {name} has {end - entry.start:,} bytes, which is not {what}: copy it again")
 
 
 def _read_raw_header(file: Path) -> tuple[bytes, int]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from engine.config_fields import CheckpointError
 from engine.safetensors_file import TensorEntry, read_header, shard_files
 
 
@@ -33,6 +34,14 @@ class StoredTensors:
         """A view. KeyError: it is not stored."""
         file = self._files[name]
         if file not in self._opened:
-            self._opened[file] = safe_open(file, framework="pt")
+            self._opened[file] = opened(file)
         tensor: torch.Tensor = self._opened[file].get_tensor(name)
         return tensor
+
+
+def opened(file: Path) -> Any:
+    """The mapped `file`. Raises CheckpointError."""
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}: copy it again") from None

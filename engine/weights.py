@@ -266,6 +266,8 @@ class _Reader:
         """These rows and columns of linear `name`."""
         if self._packed is None or name not in self._packed:
             return self.arranged(self._block(f"{name}.weight", shape, rows, columns))
+        if f"{name}.weight" in self._stored.entries:
+            self._check_shape(f"{name}.weight", shape)
         whole = self._packed.matrix(name, shape)
         if isinstance(whole, torch.Tensor):
             return self.arranged(self._cut(whole, rows, columns))
@@ -304,12 +306,17 @@ class _Reader:
         stored, entry = self._stored, self._stored.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{stored.model_dir}: weight {name} is missing, though config.json calls for it")
-        if entry.shape != shape:
-            raise CheckpointError(f"{stored.file(name)}: {name} has shape {entry.shape}, config.json calls for {shape}")
+        self._check_shape(name, shape)
         if entry.dtype not in FILE_DTYPES:
             allowed = ", ".join(FILE_DTYPES)
             raise CheckpointError(f"{stored.file(name)}: {name} is {entry.dtype}: weights must be {allowed}")
         return stored.tensor(name)
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Of a tensor that is stored, also where what is read is made of it: the file to mend is the checkpoint's."""
+        found = self._stored.entries[name].shape
+        if found != shape:
+            raise CheckpointError(f"{self._stored.file(name)}: {name} has shape {found}, config.json calls for {shape}")
 
 
 def _sliced(matrix: PanelMatrix | QuantizedMatrix, rows: range, columns: range) -> PanelMatrix | QuantizedMatrix:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,7 @@ _X86_LEVELS: dict[str, tuple[str, ...]] = {
     "avx512bf16": _AVX512_BF16,
     "amx": (*_AVX512_BF16, "-DHAVE_AMX"),
 }
+_ELF_HEADER = struct.Struct("<4s36xQ10xHH2x")  # magic; where the section headers are, which come last; size and number
 
 
 class CompilerMissing(RuntimeError):
@@ -52,7 +54,7 @@ class BuildFailed(RuntimeError):
 
 
 def build() -> Path:
-    """The library's path, compiled first where it does not exist yet (some 15 s).
+    """The library's path, compiled first where it does not exist yet or is cut short (some 15 s).
 
     Raises CompilerMissing or BuildFailed, whose messages say what to do.
     """
@@ -61,7 +63,7 @@ def build() -> Path:
     if compiler is None:
         return _built_elsewhere(directory)
     target = directory / f"kernels-{_source_key()}-{_compiler_key(compiler)}.so"
-    if not target.exists():
+    if not _is_whole(target):
         try:
             directory.mkdir(parents=True, exist_ok=True)
             _compile(compiler, target)
@@ -71,6 +73,20 @@ def build() -> Path:
                 "XDG_CACHE_HOME may name a directory that can be written"
             ) from error
     return target
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it reaches as far as its ELF header says: one that is cut short kills the process that runs it."""
+    if not library.is_file():
+        return False
+    with library.open("rb") as file:
+        header = file.read(_ELF_HEADER.size)
+        size = file.seek(0, os.SEEK_END)
+    if len(header) < _ELF_HEADER.size:
+        return False
+    magic, sections_at, section_bytes, num_sections = _ELF_HEADER.unpack(header)
+    whole: bool = magic == b"\x7fELF" and sections_at + section_bytes * num_sections <= size
+    return whole
 
 
 def cache_directory() -> Path:
@@ -92,7 +108,8 @@ def _find_compiler() -> str | None:
 
 def _built_elsewhere(directory: Path) -> Path:
     for path in sorted(directory.glob(f"kernels-{_source_key()}-*.so")):
-        return path
+        if _is_whole(path):
+            return path
     raise CompilerMissing(
         "The CPU kernels need a C++ compiler (c++, g++ or clang++ on PATH, or CXX). "
         "Install one (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) "

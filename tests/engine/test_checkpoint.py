@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,32 @@ def spoil_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff\xff\xff\xff\xff\xff\x00\x00{}")
 
 
+def edit_header(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Of model.safetensors; the data stay."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    edit(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+def flip_header(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[20] = 0xFF
+    file.write_bytes(data)
+
+
+def append_to_weights(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"xx")
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
 def point_at_missing_shard(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-1.safetensors"}}')
@@ -119,6 +146,16 @@ SPOILED: dict[str, tuple[Any, str]] = {
     "config no object": (lambda d: (d / "config.json").write_text("[]"), r"config\.json holds no JSON object"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"has no model\.safetensors or .*only safetensors"),
     "cut short": (spoil_shard, r"model\.safetensors is cut short: [\d,]+ of [\d,]+ bytes are there: copy it again"),
+    "tensor dropped": (
+        lambda d: edit_header(d, lambda header: header.pop(UP)),
+        r"model\.safetensors: model\.\S+ begins at byte [\d,]+ of the data, not [\d,]+: copy it again",
+    ),
+    "dtype": (
+        lambda d: edit_header(d, lambda header: header[UP].update(dtype="F64")),
+        r"up_proj\.weight has [\d,]+ bytes, which is not F64 of shape \(\d+, \d+\): copy it again",
+    ),
+    "bytes too many": (append_to_weights, r"has 2 bytes after its last tensor: copy it again"),
+    "a byte of the header": (flip_header, r"has a malformed header \(byte \d+: invalid start byte\): copy it again$"),
     "bad header": (spoil_header, r"is cut short or no safetensors file"),
     "missing shard": (point_at_missing_shard, r"part-1\.safetensors is missing, though .* names it"),
     "architecture": (
@@ -133,6 +170,10 @@ SPOILED: dict[str, tuple[Any, str]] = {
         r"quantization_config: quant_method = 'fp8': only awq, gptq, gguf are supported",
     ),
     "no layers": (lambda d: edit_config(d, num_hidden_layers=None), r"num_hidden_layers is missing"),
+    "layers left out": (
+        lambda d: edit_config(d, num_hidden_layers=1),
+        r"config\.json: num_hidden_layers = 1: must be at least \d+, as model\.safetensors has layers",
+    ),
     "negative": (lambda d: edit_config(d, hidden_size=-1), r"hidden_size = -1: must be a whole number of at least 1"),
     "text": (lambda d: edit_config(d, vocab_size="x"), r"vocab_size = 'x': must be a whole number"),
     "eps": (lambda d: edit_config(d, rms_norm_eps=0), r"rms_norm_eps = 0: must be a number above 0"),

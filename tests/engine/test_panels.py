@@ -24,7 +24,7 @@ from kernels.panels import PANEL, PanelMatrix
 from tests.engine.quantized_checkpoints import values_of
 from tests.engine.test_weights import convert, num_mappings
 from tests.engine.tiny_families import make_family
-from tests.engine.tiny_llama import make_checkpoint
+from tests.engine.tiny_llama import edit_config, make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -148,6 +148,11 @@ def test_another_shape_than_the_config_says_is_named(bfloat16_model: Path) -> No
     for shape in ((hidden, inner + 1), (hidden + PANEL, inner)):
         with pytest.raises(CheckpointError, match=r"packed has shape .*; config\.json calls for"):
             packed_file.PackedFile(file).matrix(name, shape)
+    edit_config(bfloat16_model, intermediate_size=inner + 1)
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: model\S+gate_proj\.weight has shape .*config\.json calls for"
+    ):
+        load(bfloat16_model)
 
 
 def test_a_checkpoint_that_cannot_be_loaded_leaves_no_file(bfloat16_model: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 from kernels.cpu import build as builder
 from kernels.cpu.build import BuildFailed, CompilerMissing, build, cache_directory
 
+BUILT = b"\x7fELF".ljust(64, b"\0")  # a library without sections
+
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -28,7 +30,7 @@ def fake_compiler(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         "if '--version' in sys.argv: print(os.environ['FAKE_VERSION']); sys.exit()\n"
         f"with open({str(tmp_path / 'calls')!r}, 'a') as log: print(*sys.argv[1:], file=log)\n"
         "if os.environ.get('FAKE_ERROR'): sys.exit(os.environ['FAKE_ERROR'])\n"
-        "pathlib.Path(sys.argv[-1]).write_bytes(b'built')\n"
+        f"pathlib.Path(sys.argv[-1]).write_bytes({BUILT!r})\n"
     )
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
@@ -50,9 +52,21 @@ def test_builds_once(empty_cache: Path, fake_compiler: Path) -> None:
     first = build()
     count = calls(fake_compiler)
     assert build() == first
-    assert first.read_bytes() == b"built"
+    assert first.read_bytes() == BUILT
     assert calls(fake_compiler) == count
     assert list(empty_cache.iterdir()) == [first]  # no scratch stays
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", BUILT[:-1], bytes(64), BUILT[:41] + b"\x01" + BUILT[42:]], ids=["empty", "short", "zeros", "cut"]
+)
+def test_a_damaged_library_is_built_again(fake_compiler: Path, damage: bytes) -> None:
+    library = build()
+    count = calls(fake_compiler)
+    library.write_bytes(damage)
+    assert build() == library
+    assert library.read_bytes() == BUILT
+    assert calls(fake_compiler) == 2 * count
 
 
 def test_another_compiler_version_builds_again(
