@@ -6,8 +6,10 @@ Exit codes: 0 after SIGTERM or SIGINT, 1 after a crash of the engine, 2 when it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvloop
@@ -39,10 +41,11 @@ def main(role: str, make_role: Callable[[PodContext], Role]) -> int:
 async def _serve(settings: PodSettings, role: str, make_role: Callable[[PodContext], Role]) -> int:
     plan = await asyncio.to_thread(resolve, settings, role)
     print(f"{role} pod: {plan.describe()}", file=sys.stderr, flush=True)
-    pod = await Pod.start(plan, make_role)
+    with engine_warnings() as warnings:
+        pod = await Pod.start(plan, make_role)
     stop = stop_event()
     freeze_memory()
-    for warning in plan.warnings:
+    for warning in [*plan.warnings, *warnings]:
         print(f"WARNING {warning}", flush=True)
     print(f"READY role={role} pod_id={plan.pod_id} address={pod.address} metrics={pod.metrics_address}", flush=True)
     await first(stop.wait(), pod.ended.wait())
@@ -51,6 +54,26 @@ async def _serve(settings: PodSettings, role: str, make_role: Callable[[PodConte
         await first(pod.drain(plan.settings.drain_timeout_s), stop.wait(), pod.ended.wait())
     await pod.stop(InternalError(f"the engine crashed: {pod.crash}", pod_id=plan.pod_id) if pod.crash else None)
     return 1 if pod.crash else 0
+
+
+@contextlib.contextmanager
+def engine_warnings() -> Iterator[list[str]]:
+    """What the engine warns of in its log meanwhile, such as that weights do not fit into the cache: a line each."""
+    handler, logger = _Lines(logging.WARNING), logging.getLogger("engine")
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Lines(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(" ".join(record.getMessage().split()))
 
 
 async def first(*coroutines: Coroutine[Any, Any, object]) -> None:

@@ -133,6 +133,7 @@ async def test_a_process_whose_engine_crashed_ends_with_1(cluster: Cluster) -> N
     flags: dict[str, Any] = {"model": "fake", "cluster": cluster.name, "registry_url": cluster.registry_url}
     async with PodProcess("prefill", module="tests.support.crashing_pod", num_blocks=8, **flags) as process:
         fields = await process.until_ready()
+        assert process.warnings[-1] == "WARNING out of luck on 13\n"
         client = PodClient(fields["address"])
         with pytest.raises(InternalError, match="out of luck"):
             await client.prefill(spec([13]))
