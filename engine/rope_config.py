@@ -35,6 +35,7 @@ class RopeConfig:
 
 def parse_rope(values: Mapping[str, Any], family: Family, head_dim: int, source: str) -> RopeConfig:
     """The angles of all layers, or with `family.local_rope` of those without a window. Raises CheckpointError."""
+    Fields(values, source).optional_number("rope_theta")  # also where rope_parameters has its own
     scaling, parameters = _object(values, "rope_scaling", source), _parameters(values, family, "full_attention", source)
     if scaling and parameters and {**parameters, **scaling} != parameters:
         raise CheckpointError(f"{source}: rope_scaling = {scaling!r}: contradicts rope_parameters: keep one of the two")

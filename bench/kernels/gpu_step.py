@@ -101,8 +101,7 @@ def random_model(shape: ModelShape, device: torch.device) -> Model:
             "head_dim": shape.head_dim,
             "max_position_embeddings": 16_384,
             "tie_word_embeddings": shape.tied,
-        },
-        frozenset(),
+        }
     )
     embedding = _matrix(device, shape.vocab, shape.hidden)
     weights = ModelWeights(

@@ -181,6 +181,17 @@ SPOILED: dict[str, tuple[Any, str]] = {
     "groups": (lambda d: edit_config(d, num_key_value_heads=3), r"= 4 is not a multiple of num_key_value_heads = 3"),
     "odd head": (lambda d: edit_config(d, head_dim=5), r"head_dim = 5: must be even"),
     "eos": (lambda d: edit_config(d, eos_token_id=96), r"eos_token_id = 96: must be below vocab_size 96"),
+    "eos no id": (lambda d: edit_config(d, eos_token_id="x"), r"/config\.json: eos_token_id = 'x': must be a token id"),
+    "eos of generation": (
+        lambda d: (d / "generation_config.json").write_text('{"eos_token_id": [96]}'),
+        r"/generation_config\.json: eos_token_id = 96: must be below vocab_size 96",
+    ),
+    "context": (lambda d: edit_config(d, max_position_embeddings=0), r": max_position_embeddings = 0: must be a whole"),
+    "theta": (lambda d: edit_config(d, rope_theta="big"), r"rope_theta = 'big': must be a number above 0"),
+    "quantised in name": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "awq"}),
+        r"config\.json: quantization_config: awq, but no weights are quantised so",
+    ),
     "rope type": (
         lambda d: edit_config(d, rope_parameters={"rope_type": "longrope"}),
         r"rope_type = 'longrope': supported are default, linear, dynamic, llama3, yarn",

@@ -114,6 +114,23 @@ def test_a_gguf_file_with_another_byte_is_converted_again(user_cache: Path, tmp_
     assert resolve_model(str(file)) != first
 
 
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [("model.safetensors", 1000), ("model.safetensors", 0), ("config.json", None), ("tokenizer.json", 30)],
+)
+def test_a_damaged_conversion_is_made_anew(name: str, num_bytes: int | None, user_cache: Path, tmp_path: Path) -> None:
+    """Cut short, or lost."""
+    file = tmp_path / "m.gguf"
+    write_gguf(file, make_checkpoint(tmp_path / "hf", vocab_size=len(BYTE_TOKENS), eos_token_id=2))
+    damaged = resolve_model(str(file)) / name
+    whole = damaged.read_bytes()
+    damaged.unlink()
+    if num_bytes is not None:
+        damaged.write_bytes(whole[:num_bytes])
+    assert resolve_model(str(file)) == damaged.parent
+    assert damaged.read_bytes() == whole
+
+
 def test_a_conversion_that_fails_leaves_nothing_behind(
     user_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +157,8 @@ def test_a_second_process_waits_for_the_first_ones_conversion(
         started.set()
         assert may_finish.wait(30)
         shutil.copytree(tiny_dir, target, dirs_exist_ok=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (target / name).write_text('{"version": "1.0"}')
 
     def second_reports(stage: str, _fraction: float) -> None:
         assert stage == "waiting for another process's conversion"
