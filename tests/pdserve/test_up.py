@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from pdserve.launcher import LOCK
 from pdserve.paths import ROOT
 from proto import inference_pb2 as pb
 from proto.errors import Overloaded, PodUnavailable
@@ -181,12 +182,19 @@ async def test_nothing_survives_a_launcher_that_was_killed(run_dir: Path) -> Non
         assert await token_ids(launched, "AB", 3) == [197, 276, 356]
 
 
+def holds_lock(process: psutil.Process, run_dir: Path) -> bool:
+    lock = run_dir.resolve() / LOCK
+    return str(lock) in {file.path for file in process.open_files()}
+
+
 async def test_a_run_directory_in_use_is_refused(run_dir: Path) -> None:
     async with up("--run-dir", str(run_dir)) as launched:
         process = await launch("up", "--run-dir", str(run_dir))
         out, err = await process.communicate()
         assert (process.returncode, out) == (2, b"")
         assert err.decode() == (f"error: --run-dir {run_dir}: another stack runs in it: stop that, or pass another\n")
+        assert holds_lock(psutil.Process(launched.process.pid), run_dir)
+        assert not any(holds_lock(child, run_dir) for child in launched.children.values())
         launched.children["decode_service"].kill()
         await launched.said("! decode-0 was killed")
         metrics = (await launched.said("  decode-0 ready after")).split()[-1]
