@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,8 @@ def load_model(path: str, served_name: str) -> ServedModel:
         )
     directory = Path(path)
     config = _read_json(directory / "config.json")
-    generation = _read_json_if_any(directory / "generation_config.json")
+    recommended = directory / "generation_config.json"
+    generation = _read_json_if_any(recommended)
     model_id = _model_id(directory)
     try:
         return ServedModel(
@@ -54,11 +56,19 @@ def load_model(path: str, served_name: str) -> ServedModel:
             model_id=model_id,
             vocab_size=int(config["vocab_size"]),
             max_model_len=int(config["max_position_embeddings"]),
-            eos_token_ids=_ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id")),
-            sampling_defaults={k: generation[k] for k in _DEFAULTABLE if generation.get(k) is not None},
+            eos_token_ids=_eos_ids(generation, recommended) | _eos_ids(config, directory / "config.json"),
+            sampling_defaults=_sampling_defaults(generation, recommended),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"model {directory}: config.json: {error!r}") from None
+
+
+def _sampling_defaults(generation: Mapping[str, Any], source: Path) -> dict[str, float]:
+    defaults = {name: generation[name] for name in _DEFAULTABLE if generation.get(name) is not None}
+    for name, value in defaults.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelError(f"model: {source}: {name} = {value!r}: must be a number")
+    return defaults
 
 
 def _model_id(directory: Path) -> str:
@@ -80,8 +90,10 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _ids(value: Any) -> frozenset[int]:
+def _eos_ids(values: Mapping[str, Any], source: Path) -> frozenset[int]:
     """Checkpoints name no, one or several end-of-text ids."""
-    if value is None:
-        return frozenset()
-    return frozenset(value) if isinstance(value, list) else frozenset({int(value)})
+    value = values.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ModelError(f"model: {source}: eos_token_id = {value!r}: must be a token id, a list of them or null")
+    return frozenset(ids)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from proto import inference_pb2
 from proto.errors import InvalidRequest
 from router.model import FAKE, FAKE_EOS, FAKE_VOCAB_SIZE, ModelError
 from router.token_length import BYTE_ALPHABET, TokenLength, token_length
+
+log = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -71,11 +74,14 @@ class HFTokenizer:
     def __init__(self, directory: Path) -> None:
         from transformers import PreTrainedTokenizerFast  # noqa: PLC0415  # seconds; the fake needs none of it
 
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(f"model: cannot load the tokenizer of {directory}: {file.name} is missing")
         try:
             # No length of its own, of which it would warn in the log: the limit is the pods', and is checked.
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory), model_max_length=sys.maxsize)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"model: cannot load the tokenizer of {directory}: {error}") from None
+        except Exception as error:  # noqa: BLE001  # the library raises anything for a damaged file
+            raise ModelError(f"model: cannot load the tokenizer of {directory}: {_one_line(error)}") from None
         added = self._tokenizer.added_tokens_decoder
         self._special: dict[int, bytes] = {i: t.content.encode() for i, t in added.items() if t.special}
         self._plain_added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items() if not t.special}
@@ -83,19 +89,36 @@ class HFTokenizer:
         self._piece_bytes = _piece_decoder(description)
         self.token_length = token_length(description)
         self._bytes_of: dict[int, bytes] = {}  # of tokens seen: looking one up takes microseconds
+        self._check_template(directory)
+
+    def _check_template(self, directory: Path) -> None:
+        """Compiles it, if there is one. Raises ModelError."""
+        if self._tokenizer.chat_template is None:
+            return
+        from jinja2 import TemplateSyntaxError  # noqa: PLC0415  # comes with transformers' chat templates
+
+        try:
+            self.render_chat([inference_pb2.ChatMessage(role="user", content="Hello")])
+        except TemplateSyntaxError as error:
+            what = f"line {error.lineno}: {_one_line(error)}"
+            raise ModelError(f"model: the chat template of {directory} is broken: {what}") from None
+        except Exception as error:  # noqa: BLE001  # one that is whole may refuse this chat and take others
+            log.info("the chat template does not take a lone question: %s", _one_line(error))
 
     def encode(self, text: str, *, rendered: bool = False) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not rendered)
         return ids
 
     def render_chat(self, messages: Sequence[inference_pb2.ChatMessage]) -> str:
-        from jinja2 import TemplateError  # noqa: PLC0415  # comes with transformers' chat templates
+        from jinja2 import TemplateError, TemplateSyntaxError  # noqa: PLC0415  # as above
 
         if self._tokenizer.chat_template is None:
             raise InvalidRequest("chat: this model has no chat template, send text or tokens", field="chat")
         given = [{"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})} for m in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+        except TemplateSyntaxError:
+            raise  # the model's mistake, found at the start
         except TemplateError as error:
             raise InvalidRequest(f"chat: the model's template refuses it: {error}", field="chat") from None
         return text
@@ -116,6 +139,12 @@ class HFTokenizer:
 
     def token_label(self, token_id: int) -> bytes:
         return self._special.get(token_id) or self.token_bytes(token_id)
+
+
+def _one_line(error: Exception) -> str:
+    """What it says, at most 300 characters; a KeyError says nothing without its name."""
+    text = repr(error) if isinstance(error, KeyError) else str(error)
+    return " ".join(text.split())[:300]
 
 
 # --- Pieces to bytes ------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +82,23 @@ def test_model_directories(tmp_path: Path) -> None:
     assert model.sampling_defaults == {"temperature": 0.6}
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
     with pytest.raises(ModelError, match="max_position_embeddings"):
+        load_model(str(tmp_path), "")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("temperature", "hot", "a number"),
+        ("top_p", True, "a number"),
+        ("eos_token_id", "x", "a token id, a list of them or null"),
+        ("eos_token_id", [2, None], "a token id, a list of them or null"),
+    ],
+)
+def test_a_recommendation_that_means_nothing_is_named(tmp_path: Path, field: str, value: object, allowed: str) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 64}')
+    (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
+    named = re.escape(f"generation_config.json: {field} = {value!r}: must be {allowed}")
+    with pytest.raises(ModelError, match=named):
         load_model(str(tmp_path), "")
 
 

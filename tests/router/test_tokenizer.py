@@ -135,12 +135,29 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot load the tokenizer"):
+    with pytest.raises(ModelError, match=r"cannot load the tokenizer of .*: tokenizer\.json is missing"):
         load_tokenizer(str(tmp_path))
     wordpiece = byte_level()
     wordpiece.decoder = decoders.WordPiece()
     with pytest.raises(ModelError, match=r"decoder \['WordPiece'\]"):
         load_tokenizer(str(save(tmp_path / "wp", wordpiece)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{}", r"cannot load the tokenizer of .*m: KeyError\('added_tokens'\)"),
+        ("tokenizer.json", "{", "cannot load the tokenizer of .*m: Expecting"),
+        ("tokenizer.json", "[]", "cannot load the tokenizer of .*m: "),
+        ("chat_template.jinja", "{% for %}", "the chat template of .*m is broken: line 1: "),
+    ],
+)
+def test_a_damaged_file_gives_one_line(name: str, content: str, message: str, tmp_path: Path) -> None:
+    directory = save(tmp_path / "m", byte_level())
+    (directory / name).write_text(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_tokenizer(str(directory))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_prompt_beyond_the_tokenizer_s_own_length_is_not_warned_of(
