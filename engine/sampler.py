@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -67,15 +67,29 @@ class Sampler:
         return prepared_greedy(self.logits)
 
     @cached_property
+    def _finite(self) -> Callable[[Seq[int]], list[bool]]:
+        return _finite_at(self.logits)
+
+    @cached_property
     def _draw(self) -> Sample:
         return prepared_sample(self.logits)
 
     def sample(self, rows: Seq[Row]) -> list[SampledToken]:
         if all(map(_is_plain, rows)):
-            return _marked(self.logits, list(map(SampledToken, self._greedy())))
+            return self._marked(list(map(SampledToken, self._greedy())))
         shaped = _shaped(self.logits, rows, self._eos_token_ids)
         sampler = self if shaped is self.logits else Sampler(shaped, self._eos_token_ids)
-        return _marked(self.logits, _with_logprobs(self.logits, sampler._chosen(rows), rows))
+        return self._marked(_with_logprobs(self.logits, sampler._chosen(rows), rows))
+
+    def _marked(self, sampled: list[SampledToken]) -> list[SampledToken]:
+        """Those whose logits are not finite say so."""
+        finite = self._finite([token.token_id for token in sampled])
+        if all(finite) and not any(token.logprob is not None and math.isnan(token.logprob) for token in sampled):
+            return sampled  # as nearly always
+        return [
+            token._replace(finite=is_finite and not math.isnan(token.logprob or 0.0))
+            for token, is_finite in zip(sampled, finite, strict=True)
+        ]
 
     def _chosen(self, rows: Seq[Row]) -> list[int]:
         """From logits to which nothing is to be done any more but what a draw does."""
@@ -139,16 +153,22 @@ def _shapes_logits(row: Row) -> bool:
     )
 
 
-def _marked(logits: torch.Tensor, sampled: list[SampledToken]) -> list[SampledToken]:
-    """Those whose logits are not finite say so. A NaN within a model makes all logits NaN, that of the choice too."""
-    ids = torch.tensor([token.token_id for token in sampled], dtype=torch.int64, device=logits.device)
-    finite = logits.gather(1, ids.unsqueeze(1)).isfinite().flatten().tolist()
-    if all(finite) and not any(token.logprob is not None and math.isnan(token.logprob) for token in sampled):
-        return sampled  # as nearly always
-    return [
-        token._replace(finite=is_finite and not math.isnan(token.logprob or 0.0))
-        for token, is_finite in zip(sampled, finite, strict=True)
-    ]
+def _finite_at(logits: torch.Tensor) -> Callable[[Seq[int]], list[bool]]:
+    """Tells, of a token id a row, whether its logit then is finite. A NaN within a model makes all logits NaN.
+
+    On a CPU without an op of torch: each takes 60 us in a step whose weights have emptied the caches.
+    """
+    if logits.is_cuda:
+        return partial(_finite_on_a_gpu, logits)
+    exponent, whole = (0x7F80, torch.int16) if logits.dtype == torch.bfloat16 else (0x7F800000, torch.int32)
+    bits = logits.view(whole).numpy().data
+    return lambda ids: [bits[row, token] & exponent != exponent for row, token in enumerate(ids)]
+
+
+def _finite_on_a_gpu(logits: torch.Tensor, token_ids: Seq[int]) -> list[bool]:
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    finite: list[bool] = logits.gather(1, ids.unsqueeze(1)).isfinite().flatten().tolist()
+    return finite
 
 
 def _with_logprobs(logits: torch.Tensor, tokens: list[int], rows: Seq[Row]) -> list[SampledToken]:
