@@ -78,9 +78,12 @@ class HttpServer(uvicorn.Server):
             log.warning("%d request(s) are cut off: they did not end within the drain time", len(running))
             for task in running:
                 task.cancel()
-            await asyncio.wait(running, timeout=CANCEL_S)
-        draining.cancel()  # it may still wait for connections on which nothing runs
+            await asyncio.wait([*running, draining], timeout=CANCEL_S)
+        draining.cancel()
         await asyncio.wait([draining])
+        for connection in list(self.server_state.connections):  # taken as the listener closed, or nobody reads them
+            connection.transport.abort()
+        await asyncio.sleep(0)  # in which they are lost
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
